@@ -1,0 +1,113 @@
+"""Recipes are read strictly, and what is wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from twofold.pipeline.recipe import builtin_recipes, find_recipe, load_config, load_recipe, read_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 0.5
+    betas: tuple[float, float] = (0.9, 0.95)
+    sizes: tuple[int, ...] = ()
+    method: Literal["round", "awq"] = "awq"
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate = {self.rate} must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str
+    steps: int = 1
+    flag: bool = False
+    limit: int | None = None
+    file: Path | None = None
+    inner: Inner = field(default_factory=Inner)
+    many: tuple[Inner, ...] = ()
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "a.toml"
+    file.write_text(text)
+    return file
+
+
+def test_every_kind_of_field(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("")
+    text = """
+        name = "x"
+        steps = 3
+        flag = true
+        limit = 4
+        file = "data.txt"
+        [inner]
+        rate = 1
+        betas = [0, 0.5]
+        sizes = [1, 2, 3]
+        method = "round"
+        [[many]]
+        rate = 0.25
+    """
+    assert read_recipe(write(tmp_path, text), Outer) == Outer(
+        name="x",
+        steps=3,
+        flag=True,
+        limit=4,
+        file=tmp_path / "data.txt",
+        inner=Inner(rate=1.0, betas=(0.0, 0.5), sizes=(1, 2, 3), method="round"),
+        many=(Inner(rate=0.25),),
+    )
+    loaded = load_config(Inner, {"rate": 1}, "x")
+    assert type(loaded.rate) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name = "x"\nstepz = 1', "a.toml: unknown key 'stepz'; did you mean 'steps'?"),
+        ('name = "x"\n[inner]\nbetta = [1]', "a.toml [inner]: unknown key 'betta'; did you mean 'betas'?"),
+        ('name = "x"\n[inner]\nq = 1', "unknown key 'q'; known are: rate, betas, sizes, method"),
+        ("steps = 1", "a.toml: 'name' is missing; it has no default (string)"),
+        ('name = "x"\nsteps = 1.5', "a.toml: steps = 1.5 should be int"),
+        ('name = "x"\nsteps = true', "steps = true should be int"),
+        ('name = "x"\nflag = 1', "flag = 1 should be true or false"),
+        ('name = "x"\nlimit = "4"', 'limit = "4" should be int'),
+        ("name = 1", "name = 1 should be string"),
+        ('name = "x"\n[inner]\nrate = "fast"', 'a.toml [inner]: rate = "fast" should be float'),
+        ('name = "x"\n[inner]\nrate = inf', "[inner]: rate = inf should be float"),
+        ('name = "x"\n[inner]\nbetas = [0.9]', "betas = [0.9] should be a list of 2: float, float"),
+        ('name = "x"\n[inner]\nsizes = [1, "2"]', 'sizes[1] = "2" should be int'),
+        ('name = "x"\n[inner]\nmethod = "gptq"', 'method = "gptq" should be one of "round", "awq"'),
+        ('name = "x"\n[inner]\nrate = -1', "a.toml [inner]: rate = -1.0 must not be negative"),
+        ('name = "x"\ninner = 3', "inner = 3 should be a table"),
+        ('name = "x"\nfile = "none.txt"', "none.txt; correct the path"),
+        ('name = "x', "a.toml: not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked below
+        read_recipe(write(tmp_path, text), Outer)
+    assert message in str(caught.value)
+
+
+def test_find_recipe(tmp_path: Path) -> None:
+    assert find_recipe("pocket") == builtin_recipes()["pocket"]
+    file = write(tmp_path, "")
+    assert find_recipe(str(file)) == file
+    with pytest.raises(ValueError, match=r"no recipe 'pocke': .*; built in are: pocket"):
+        find_recipe("pocke")
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_built_in_recipes_are_whole(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.model.is_dir()

@@ -1,0 +1,193 @@
+import pytest
+import torch
+from torch import Tensor
+
+from twofold.ops.int4 import dequantize
+from twofold.quant.gptq import Hessian, gptq, hessian_error
+from twofold.quant.rounding import minmax_scale, quantize, search_scale
+from twofold.quant.scheme import QuantScheme
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _weight(rows: int, num_inputs: int) -> Tensor:
+    return 0.1 * torch.randn(rows, num_inputs, generator=_generator(0))
+
+
+def _inputs(tokens: int, num_inputs: int, rank: int | None = None) -> Tensor:
+    """Correlated inputs: a mixture of `rank` sources of falling strength."""
+    rank = rank or num_inputs
+    mix = torch.randn(rank, num_inputs, generator=_generator(1)) * torch.logspace(0, -2, rank)[:, None]
+    return torch.randn(tokens, rank, generator=_generator(2)) @ mix
+
+
+def _hessian(x: Tensor) -> Tensor:
+    hessian = Hessian(x.shape[-1])
+    hessian.add(x)
+    return hessian.matrix()
+
+
+def _gptq_in_float64(weight: Tensor, hessian: Tensor, scale: Tensor, group: int, damping: float) -> Tensor:
+    """The method as its derivation states it (optimal brain surgeon): after each column, the free columns move
+    by -(w - q) / [F^-1]_kk F^-1[k, :], F being the part of H that belongs to the columns not yet rounded."""
+    w = weight.double().clone()
+    h = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(len(hessian)).double()
+    q = torch.empty_like(w)
+    for k in range(w.shape[1]):
+        inverse = torch.linalg.inv(h[k:, k:])
+        s = scale[:, k // group].double()
+        q[:, k] = torch.round(w[:, k] / s).clamp(-8, 7)
+        error = (w[:, k] - s * q[:, k]) / inverse[0, 0]
+        w[:, k:] -= error[:, None] * inverse[0]
+    return q.to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "group_size"), [(48, 8), (320, 32), (192, 192), (320, 160), (200, -1)]
+)
+def test_it_is_the_method_as_derived(num_inputs: int, group_size: int) -> None:
+    scheme = QuantScheme(group_size=group_size)
+    weight, h = _weight(6, num_inputs), _hessian(_inputs(1024, num_inputs))
+    scale = search_scale(weight, scheme)
+    q, used, _ = gptq(weight, h.double(), scheme, scale=scale)
+    assert torch.equal(used, scale)
+    expected = _gptq_in_float64(weight, h, scale, scheme.group_length(num_inputs), 0.01)
+    # float32 against float64: a weight half-way between two integers may fall either way.
+    assert (q != expected).float().mean() < 0.01
+
+
+def _error(weight: Tensor, q: Tensor, scale: Tensor, scheme: QuantScheme, h: Tensor) -> float:
+    dense = dequantize(q, scale, scheme.group_length(weight.shape[1]), torch.float32)
+    difference = (weight - dense).double()
+    return float(torch.trace(difference @ h.double() @ difference.T))
+
+
+@pytest.mark.parametrize(("num_inputs", "group_size"), [(64, 8), (256, 32), (320, 160), (384, 128), (96, -1)])
+def test_no_worse_than_rounding_in_hessian_norm(num_inputs: int, group_size: int) -> None:
+    scheme = QuantScheme(group_size=group_size)
+    weight, h = _weight(32, num_inputs), _hessian(_inputs(2048, num_inputs))
+    rounded = min(
+        _error(weight, quantize(weight, scale, scheme), scale, scheme, h)
+        for scale in (
+            minmax_scale(weight, scheme),
+            search_scale(weight, scheme),
+            search_scale(weight, scheme, h.diagonal()),
+        )
+    )
+    for static in (None, search_scale(weight, scheme)):
+        q, scale, report = gptq(weight, h, scheme, scale=static)
+        error = _error(weight, q, scale, scheme, h)
+        assert error < 0.6 * rounded
+        assert report.error == pytest.approx(error, rel=1e-3)
+        assert report.relative_error == pytest.approx(error / hessian_error(weight, h), rel=1e-3)
+        assert (report.damping, report.rounded_to_nearest, report.dead_columns) == (0.01, False, 0)
+
+
+@pytest.mark.parametrize("group_size", [8, 160, -1])
+def test_uncorrelated_inputs_give_plain_rounding(group_size: int) -> None:
+    scheme = QuantScheme(group_size=group_size)
+    weight = _weight(16, 320)
+    scale = search_scale(weight, scheme)
+    for static in (None, scale):
+        q, used, _ = gptq(weight, torch.eye(320), scheme, scale=static)
+        assert torch.equal(used, scale)
+        assert torch.equal(q, quantize(weight, scale, scheme))
+
+
+def _assert_sane(weight: Tensor, h: Tensor, scheme: QuantScheme, q: Tensor, scale: Tensor) -> None:
+    assert bool(torch.isfinite(scale).all())
+    dense = dequantize(q, scale, scheme.group_length(weight.shape[1]), torch.float32)
+    assert float(dense.abs().max()) < 4 * float(weight.abs().max())
+    nearest = search_scale(weight, scheme)
+    rounded = _error(weight, quantize(weight, nearest, scheme), nearest, scheme, h)
+    assert _error(weight, q, scale, scheme, h) <= rounded
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_inputs_of_low_rank(static: bool) -> None:
+    scheme = QuantScheme(group_size=16)
+    weight, h = _weight(16, 128), _hessian(_inputs(256, 128, rank=5))
+    q, scale, report = gptq(weight, h, scheme, scale=search_scale(weight, scheme) if static else None)
+    assert not report.rounded_to_nearest
+    _assert_sane(weight, h, scheme, q, scale)
+
+
+def test_zero_and_duplicated_columns() -> None:
+    scheme = QuantScheme(group_size=16)
+    weight, x = _weight(16, 128), _inputs(1024, 128)
+    x[:, 3] = 0
+    x[:, 40:60] = 0  # a whole group and more
+    x[:, 70] = x[:, 5]
+    x[:, 71] = x[:, 70]
+    h = _hessian(x)
+    q, scale, report = gptq(weight, h, scheme)
+    assert report.dead_columns == 21
+    assert not report.rounded_to_nearest
+    _assert_sane(weight, h, scheme, q, scale)
+    dead = slice(40, 60)
+    group_scale = scale.repeat_interleave(16, dim=1)[:, dead].float()
+    assert torch.equal(q[:, dead].float(), (weight[:, dead] / group_scale).round().clamp(-8, 7))
+
+
+def test_inputs_that_were_all_zero_give_plain_rounding() -> None:
+    scheme = QuantScheme(group_size=8)
+    weight = _weight(4, 32)
+    q, scale, report = gptq(weight, torch.zeros(32, 32), scheme)
+    nearest = search_scale(weight, scheme)
+    assert torch.equal(scale, nearest)
+    assert torch.equal(q, quantize(weight, nearest, scheme))
+    assert (report.dead_columns, report.relative_error) == (32, 0.0)
+
+
+def test_damping_grows_until_it_factorizes_and_is_reported() -> None:
+    h = torch.eye(32)
+    h[0, 1] = h[1, 0] = 1.05  # smallest eigenvalue -0.05
+    _, _, report = gptq(_weight(4, 32), h, QuantScheme(group_size=8), damping=0.01)
+    assert report.damping == pytest.approx(0.1)
+    assert not report.rounded_to_nearest
+
+
+def test_a_hopeless_hessian_is_rounded_and_reported() -> None:
+    scheme = QuantScheme(group_size=8)
+    weight = _weight(4, 32)
+    h = torch.eye(32)
+    h[0, 1] = h[1, 0] = 5.0
+    q, scale, report = gptq(weight, h, scheme)
+    assert report.rounded_to_nearest
+    assert torch.equal(q, quantize(weight, scale, scheme))
+
+
+def test_bad_arguments_are_refused() -> None:
+    weight = _weight(4, 32)
+    scheme = QuantScheme(group_size=8)
+    with pytest.raises(ValueError, match="32 inputs"):
+        gptq(weight, torch.eye(31), scheme)
+    with pytest.raises(ValueError, match="NaN"):
+        gptq(weight, torch.full((32, 32), torch.nan), scheme)
+    with pytest.raises(ValueError, match="do not fit"):
+        gptq(weight, torch.eye(32), scheme, scale=torch.ones(4, 3))
+    with pytest.raises(ValueError, match="does not divide"):
+        gptq(weight, torch.eye(32), QuantScheme(group_size=24))
+    with pytest.raises(ValueError, match="no calibration token"):
+        Hessian(8).matrix()
+
+
+def test_the_hessian_is_twice_the_mean_outer_product() -> None:
+    x = _inputs(60, 16)
+    hessian = Hessian(16, dtype=torch.float64)
+    hessian.add(x[:13])
+    hessian.add(x[13:40].reshape(3, 9, 16))
+    hessian.add(x[40:])
+    expected = 2 * sum(torch.outer(row, row) for row in x.double()) / 60
+    assert hessian.num_tokens == 60
+    assert torch.allclose(hessian.matrix(), expected, rtol=1e-12)
+
+
+def test_the_error_is_twice_the_mean_square_of_the_output() -> None:
+    x, difference = _inputs(500, 24).double(), _weight(7, 24).double()
+    hessian = Hessian(24, dtype=torch.float64)
+    hessian.add(x)
+    expected = 2 * (x @ difference.T).square().sum() / 500
+    assert hessian_error(difference, hessian.matrix()) == pytest.approx(float(expected), rel=1e-10)

@@ -1,0 +1,167 @@
+"""Exit codes, one-line errors, and help from which a newcomer can work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import twofold.pipeline.recipe
+import twofold.pipeline.stages
+from tests.pipeline.test_report import plausible
+from tests.pipeline.toy import STAGES, ToyRecipe
+from twofold.cli import main
+from twofold.pipeline.recipe import read_recipe
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command line over the toy stages; returns its recipe's file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(twofold.pipeline.stages, "STAGES", STAGES)
+    monkeypatch.setattr(
+        twofold.pipeline.recipe, "load_recipe", lambda name: read_recipe(Path(name), ToyRecipe)
+    )
+    (tmp_path / "source.txt").write_text("twelve chars")
+    file = tmp_path / "toy.toml"
+    file.write_text('name = "toy"\n[seeds]\nsource = "source.txt"\n')
+    return file
+
+
+def test_run_status_and_run_again(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(toy), "--until", "walk"]) == 0
+    assert Path("runs/toy/walk/numbers.json").exists()
+    assert main(["status", "runs/toy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[-3:]] == [
+        ["seeds", "finished"],
+        ["walk", "finished"],
+        ["judge", "missing"],
+    ]
+    assert main(["run", str(toy), "--json", "out/figures.json"]) == 0
+    figures = json.loads(Path("out/figures.json").read_text())
+    assert [stage["state"] for stage in figures["stages"]] == ["finished"] * 3
+    assert figures["stages"][0]["metrics"] == {"count": 3}
+
+
+def test_a_missed_gate_is_1_and_said(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toy.write_text("least = 2.0\n" + toy.read_text())
+    assert main(["run", str(toy), "--json", "figures.json"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("twofold: gate missed: score 0.")
+    assert "< 2: missed by 1." in error
+    assert json.loads(Path("figures.json").read_text())["stages"][2]["state"] == "finished"
+
+
+def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("twofold.pipeline.run.run_pipeline", interrupted)
+    assert main(["run", str(toy)]) == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "toy.toml", "--until", "wall"], "no stage 'wall'; stages are: seeds, walk, judge"),
+        (["run", "bad.toml"], "bad.toml [walk]: unknown key 'stepz'; did you mean 'steps'?"),
+        (["run", "none.toml"], "there is no none.toml; check the path"),
+        (["status", "nowhere"], "nowhere is not a folder of a run"),
+        (["chat", "nowhere"], "nowhere is not a folder of a run; make one with: twofold run pocket"),
+        (["report", "."], "there is no report.json; finish the run first"),
+    ],
+)
+def test_bad_input_is_2_and_one_line(
+    toy: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    Path("bad.toml").write_text(toy.read_text() + "[walk]\nstepz = 1\n")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("twofold: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_recipe_lists_the_built_in_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "pockt"]) == 2
+    assert "built in are: pocket" in capsys.readouterr().err
+
+
+def test_a_defect_keeps_its_traceback(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*arguments: Any, **options: Any) -> None:
+        raise KeyError("defect")
+
+    monkeypatch.setattr("twofold.pipeline.run.run_pipeline", defect)
+    with pytest.raises(KeyError):
+        main(["run", str(toy)])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["serve"], ["serve", ".", "--port", "x"], ["run", "a", "--o"]]
+)
+def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: twofold" in capsys.readouterr().err
+
+
+def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    app, commands = types.ModuleType("app"), types.ModuleType("commands")
+    app.chat = lambda directory: calls.append(("chat", directory))  # type: ignore[attr-defined]
+    app.serve = lambda directory, host, port: calls.append((host, port))  # type: ignore[attr-defined]
+    commands.bench = lambda directory: {"speedup": 2.0}  # type: ignore[attr-defined]
+    commands.evaluate = lambda directory: {"kl": 0.5}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "twofold.serving.app", app)
+    monkeypatch.setitem(sys.modules, "twofold.pipeline.commands", commands)
+    file = tmp_path / "figures.json"
+    assert main(["chat", str(tmp_path)]) == 0
+    assert main(["serve", str(tmp_path), "--port", "9"]) == 0
+    assert calls == [("chat", tmp_path), ("127.0.0.1", 9)]
+    assert main(["bench", str(tmp_path), "--json", str(file)]) == 0
+    assert json.loads(file.read_text()) == {"speedup": 2.0}
+    assert main(["eval", str(tmp_path), "--json", str(file)]) == 0
+    assert json.loads(file.read_text()) == {"kl": 0.5}
+
+
+def test_report_makes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(plausible()))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("2.84x as fast")
+    assert "2.84x as fast" in (tmp_path / "report.html").read_text()
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[1] for line in lines} >= {
+        "python",
+        "torch",
+        "cpu",
+        "memory",
+        "disk",
+        "triton",
+        "nvcc",
+    }
+    assert all(line.split()[0] in ("ok", "no", "info") for line in lines)
+    assert json.loads((tmp_path / "doctor.json").read_text())["python"]["text"].startswith("3.")
+
+
+def test_help_is_quick_and_needs_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom twofold.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules), 'heavy import'\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert time.monotonic() - started < 2  # 0.1 s on an idle machine
+    assert "twofold run pocket" in done.stdout

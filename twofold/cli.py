@@ -1,0 +1,256 @@
+"""The command line. Heavy modules are imported by the commands that need them, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from twofold import __version__
+
+_DESCRIPTION = """\
+Twofold takes a causal language model and gives back the same model several times faster:
+quantized to INT4 and healed by distillation, served by lossless speculative decoding.
+
+Start here:
+  twofold doctor                           what this machine can run
+  twofold run pocket --out runs/pocket     the whole line on the small model that comes along
+  twofold chat runs/pocket                 talk to the result
+"""
+
+_RUN = """\
+Runs a recipe: prompts, generate, quantize, distill, pack, regenerate, draft_pretrain, draft_finetune,
+draft_quantize, evaluate, bench, report. Every stage leaves a folder under DIR. What is finished is skipped,
+what was interrupted is resumed (also after a crash), what follows from a changed section is done anew.
+
+examples:
+  twofold run pocket                            a built-in recipe, into runs/pocket
+  twofold run my.toml --out runs/my             your own; copy a built-in one to begin
+  twofold run my.toml --until distill           only as far as the healed target
+"""
+
+_EXIT = """\
+exit codes: 0 done, 1 a quality gate was missed, 2 bad input, 130 interrupted (the same command resumes)
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 done, 1 gate missed, 2 bad input, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    from twofold.evaluation.gates import GateFailure
+
+    try:
+        options.command(options)
+    except GateFailure as failure:
+        for gate in failure.missed:
+            print(f"twofold: gate missed: {gate.describe()}", file=sys.stderr)
+        return 1
+    except (ValueError, FileNotFoundError) as error:
+        if options.traceback:
+            traceback.print_exc()
+        print(f"twofold: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"there is no {error.filename}; check the path"
+    return " ".join(str(error).split())
+
+
+def _run(options: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from twofold.evaluation.gates import GateFailure
+    from twofold.pipeline.recipe import load_recipe
+    from twofold.pipeline.run import run_pipeline, status
+    from twofold.pipeline.stages import STAGES
+
+    recipe = load_recipe(options.recipe)
+    out = options.out or Path("runs") / recipe.name
+
+    def write_figures() -> None:
+        stages = [asdict(stage) for stage in status(out, STAGES)]
+        _write_json(options.json, {"recipe": options.recipe, "out": str(out), "stages": stages})
+
+    try:
+        run_pipeline(recipe, out, STAGES, sys.stdout, until=options.until)
+    except GateFailure:  # what was measured counts, also when a gate stops the line
+        write_figures()
+        raise
+    write_figures()
+
+
+def _status(options: argparse.Namespace) -> None:
+    from twofold.pipeline.progress import duration
+    from twofold.pipeline.run import figures, status
+    from twofold.pipeline.stages import STAGES
+
+    for stage in status(options.directory, STAGES):
+        time = duration(stage.seconds) if stage.seconds else ""
+        notes = [figures(stage.metrics)] if stage.metrics else []
+        if stage.step is not None:
+            notes.append(f"(to resume from step {stage.step})")
+        print(f"{stage.name:<15} {stage.state:<12}{time:>8}  {'  '.join(notes)}".rstrip())
+
+
+def _chat(options: argparse.Namespace) -> None:
+    directory = _existing(options.directory)
+    from twofold.serving.app import chat
+
+    chat(directory)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    directory = _existing(options.directory)
+    from twofold.serving.app import serve
+
+    serve(directory, host=options.host, port=options.port)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    directory = _existing(options.directory)
+    from twofold.pipeline.commands import bench
+
+    _write_json(options.json, bench(directory))
+
+
+def _eval(options: argparse.Namespace) -> None:
+    directory = _existing(options.directory)
+    from twofold.pipeline.commands import evaluate
+
+    _write_json(options.json, evaluate(directory))
+
+
+def _report(options: argparse.Namespace) -> None:
+    directory = _existing(options.directory)
+    from twofold.pipeline.report import build_report, headline, read_report
+
+    data = read_report(directory / "report.json")
+    build_report(data, directory)
+    print(headline(data))
+    print(directory / "report.html")
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from twofold.pipeline.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        print(f"{finding.mark:<5} {finding.name:<14} {finding.text}")
+    _write_json(options.json, {f.name: {"mark": f.mark, "text": f.text} for f in findings})
+
+
+def _existing(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a folder of a run; make one with: twofold run pocket")
+    return directory
+
+
+def _write_json(file: Path | None, data: Any) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to 65535")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="twofold", description=_DESCRIPTION, epilog=_EXIT, formatter_class=raw, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"twofold {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, command: Any, help: str, description: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=help, description=description, epilog=_EXIT, formatter_class=raw, allow_abbrev=False
+        )
+        added.set_defaults(command=command)
+        return added
+
+    def directory(to: argparse.ArgumentParser) -> None:
+        to.add_argument("directory", metavar="DIR", type=Path, help="folder of a run, such as runs/pocket")
+
+    def json_file(to: argparse.ArgumentParser) -> None:
+        to.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
+
+    run = add("run", _run, "make a model faster, by a recipe", _RUN)
+    run.add_argument("recipe", metavar="RECIPE", help="a built-in recipe (pocket) or a TOML file")
+    run.add_argument("--out", metavar="DIR", type=Path, help="where to (default: runs/NAME of the recipe)")
+    run.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    json_file(run)
+    directory(
+        add(
+            "status",
+            _status,
+            "what is done in a folder, and what is not",
+            "One line a stage: finished, outdated (its input was made anew since), interrupted, or missing.",
+        )
+    )
+    directory(
+        add(
+            "chat",
+            _chat,
+            "talk to a finished model",
+            "Talk in this terminal.\n\n  twofold chat runs/pocket\n",
+        )
+    )
+    serve = add(
+        "serve",
+        _serve,
+        "serve a finished model (OpenAI-compatible), with a chat page",
+        "An OpenAI-compatible server, with a page to chat on.\n\n"
+        "  twofold serve runs/pocket              then open http://127.0.0.1:8000\n",
+    )
+    directory(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
+    serve.add_argument("--port", type=_port, default=8000, help="default: %(default)s")
+    bench = add(
+        "bench",
+        _bench,
+        "measure the speed of a finished model",
+        "Times plain and speculative decoding on this machine.\n\n"
+        "  twofold bench runs/pocket --json speed.json\n",
+    )
+    directory(bench)
+    json_file(bench)
+    evaluate = add(
+        "eval",
+        _eval,
+        "measure the quality of a finished model",
+        "Compares the finished model with its teacher on held-out text.\n\n"
+        "  twofold eval runs/pocket --json quality.json\n",
+    )
+    directory(evaluate)
+    json_file(evaluate)
+    directory(
+        add(
+            "report",
+            _report,
+            "make DIR/report.html from DIR/report.json",
+            "Draws DIR/report.html, a page that stands alone, from the figures in DIR/report.json.",
+        )
+    )
+    doctor = add(
+        "doctor", _doctor, "what this machine can run, and why not", "Examines this machine; changes nothing."
+    )
+    json_file(doctor)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Target and drafter: configuration, state, layers, and their Hugging Face checkpoints."""

@@ -1,0 +1,115 @@
+"""The target: a causal language model whose decode state is a transaction.
+
+B batch, T tokens, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from twofold.models.config import FULL, ModelConfig
+from twofold.models.layers import MLP, Projections, RMSNorm, freeze
+from twofold.models.mixers import Attention, GatedDeltaNet, Place
+from twofold.models.state import DecodeState, new_state
+from twofold.ops.attention import cache_mask, causal_document_mask, document_ids
+from twofold.ops.kernels import Kernels
+from twofold.ops.norms import rotary_table
+
+
+class Layer(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)). Parameter names are those of Hugging Face checkpoints."""
+
+    def __init__(self, config: ModelConfig, index: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.attends = config.layer_types[index] == FULL
+        if self.attends:
+            self.self_attn = Attention(config, kernels)
+        else:
+            self.linear_attn = GatedDeltaNet(config, kernels)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+
+    def forward(self, x_BTD: Tensor, place: Place, state: object) -> Tensor:
+        mixer = self.self_attn if self.attends else self.linear_attn
+        x_BTD = x_BTD + mixer(self.input_layernorm(x_BTD), place, state)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class CausalLM(nn.Module):
+    """forward gives hidden states, `logits` turns them into scores: apart, so that a loss can take the vocabulary
+    in chunks and a prefill can skip it."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = kernels or Kernels.reference()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i, self.kernels) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.head = Projections(self, "lm_head")
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    def freeze(self) -> "CausalLM":
+        """Ends training: no gradients, weights laid out for decoding."""
+        self.requires_grad_(False)
+        freeze(self, self.kernels)
+        return self.eval()
+
+    def new_state(self, batch_size: int, max_length: int) -> DecodeState:
+        dtype = self.embed_tokens.weight.dtype
+        return new_state(self.config, self.kernels, batch_size, max_length, dtype, self.device)
+
+    def forward(
+        self,
+        token_ids_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        state: DecodeState | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [B, T, D] after the final norm, and the outputs [B, T, D] of the layers named in `taps`.
+
+        Without a state: whole rows, with autograd; a position of 0 starts a new packed document, and without
+        positions each row is one document. With a state: the pass stands at the state's lengths and opens a window,
+        see `DecodeState`. Tap i is the residual stream after layer i (transformers' hidden_states[i + 1]).
+        ValueError for a tap that is not a layer.
+        """
+        if bad := [i for i in taps if not 0 <= i < self.config.num_layers]:
+            raise ValueError(f"taps {bad} are not layers of a model with {self.config.num_layers} layers")
+        place = self._place(token_ids_BT, positions_BT, state)
+        x_BTD = self.embed_tokens(token_ids_BT)
+        outputs: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            x_BTD = layer(x_BTD, place, None if state is None else state.layers[i])
+            if i in taps:
+                outputs[i] = x_BTD
+        return self.norm(x_BTD), [outputs[i] for i in taps]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [..., V] of the hidden states [..., D]."""
+        return self.head(hidden)[0]
+
+    def _place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
+        batch, num_tokens = token_ids_BT.shape
+        documents = mask = None
+        num_keys = num_tokens
+        if state is not None:
+            assert positions_BT is None, "with a state, positions follow from its lengths"
+            positions_BT = state.open(num_tokens)
+            num_keys = state.bound + num_tokens
+            if batch > 1 or num_tokens > 1:
+                mask = cache_mask(positions_BT, num_keys)
+        elif positions_BT is None:
+            positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
+        else:
+            documents = document_ids(positions_BT)
+            mask = causal_document_mask(documents)
+        cos, sin = rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta)
+        return Place(positions_BT, cos, sin, mask, num_keys, documents)

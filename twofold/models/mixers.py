@@ -1,0 +1,123 @@
+"""Token mixers: gated attention and Gated DeltaNet. Each reads and writes its own part of the decode state.
+
+B batch, T tokens, H heads, D head width, C convolution channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twofold.models.config import ModelConfig
+from twofold.models.layers import Projections, RMSNorm
+from twofold.models.state import DeltaState, KeyValueCache
+from twofold.ops.convolution import causal_convolution, packed_causal_convolution
+from twofold.ops.kernels import Kernels
+from twofold.ops.norms import gated_rms_norm, rotate
+
+
+class Place(NamedTuple):
+    """Where a pass stands: the same for all layers, computed once."""
+
+    positions_BT: Tensor
+    cos_BTR: Tensor
+    sin_BTR: Tensor
+    mask_BTS: Tensor | None  # None: all keys are visible, or causal in a pass without a state
+    num_keys: int  # cached positions that attention looks at
+    documents_BT: Tensor | None
+
+
+class Attention(nn.Module):
+    """o_proj(attention(q, k, v) * sigmoid(gate)), with QK-norm and gate where the family has them."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.output_gate = config.output_gate
+        self.kernels = kernels
+        hidden, bias = config.hidden_size, config.attention_bias
+        query_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, query_dim * (2 if self.output_gate else 1), bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_dim, bias=bias)
+        self.o_proj = nn.Linear(query_dim, hidden, bias=bias)
+        if config.qk_norm:
+            self.q_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps, config.norm_offset)
+            self.k_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps, config.norm_offset)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        self.inputs = Projections(self, "q_proj", "k_proj", "v_proj")
+        self.output = Projections(self, "o_proj")
+
+    def forward(self, x_BTD: Tensor, place: Place, cache: KeyValueCache | None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True))
+        if self.output_gate:
+            q, gate = q.chunk(2, dim=-1)
+        q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)
+        k = rotate(self.k_norm(k), place.cos_BTR, place.sin_BTR)
+        if cache is None:
+            o = self.kernels.attention(q, k, v, place.mask_BTS, causal=place.mask_BTS is None)
+        else:
+            cache.write(place.positions_BT, k, v)
+            k, v = cache.read(place.num_keys)
+            o = self.kernels.attention(q, k, v, place.mask_BTS)
+        if self.output_gate:
+            o = o * gate.sigmoid()
+        return self.output(o.flatten(-2))[0]
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+
+class GatedDeltaNet(nn.Module):
+    """out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)); the rule is in `ops.gated_delta`.
+
+    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.sizes = (config.linear_key_dim, config.linear_key_dim, config.linear_value_dim)
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.eps = config.rms_norm_eps
+        hidden, heads = config.hidden_size, config.linear_num_value_heads
+        self.in_proj_qkv = nn.Linear(hidden, sum(self.sizes), bias=False)
+        self.in_proj_z = nn.Linear(hidden, config.linear_value_dim, bias=False)
+        self.in_proj_b = nn.Linear(hidden, heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, heads, bias=False)
+        self.conv1d = nn.Conv1d(
+            sum(self.sizes), sum(self.sizes), config.linear_conv_width, groups=sum(self.sizes), bias=False
+        )
+        self.dt_bias = nn.Parameter(torch.ones(heads))
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, offset=0.0)
+        self.out_proj = nn.Linear(config.linear_value_dim, hidden, bias=False)
+        self.inputs = Projections(self, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        self.output = Projections(self, "out_proj")
+
+    def forward(self, x_BTD: Tensor, place: Place, state: DeltaState | None) -> Tensor:
+        qkv_BTC, z, b, a = self.inputs(x_BTD)
+        weight_CW = self.conv1d.weight.squeeze(1)
+        if state is None:
+            mixed = packed_causal_convolution(qkv_BTC, weight_CW, place.documents_BT)
+        else:
+            inputs_BSC = torch.cat((state.conv_BWC, qkv_BTC), dim=1)
+            mixed = causal_convolution(inputs_BSC, weight_CW)
+        q, k, v = mixed.split(self.sizes, dim=-1)
+        o, window = self.kernels.gated_delta(
+            q.unflatten(-1, (self.num_key_heads, -1)),
+            k.unflatten(-1, (self.num_key_heads, -1)),
+            v.unflatten(-1, (self.num_value_heads, -1)),
+            -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
+            b.sigmoid(),
+            state_BHKV=None if state is None else state.state_BHKV,
+            documents_BT=place.documents_BT,
+        )
+        if state is not None:
+            state.window = (inputs_BSC, window)
+        z = z.unflatten(-1, (self.num_value_heads, -1))
+        return self.output(gated_rms_norm(o, z, self.norm.weight, self.eps).flatten(-2))[0]

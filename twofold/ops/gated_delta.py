@@ -1,0 +1,165 @@
+"""The gated delta rule (Gated DeltaNet), its verify window and its commit.
+
+B batch, T tokens, H value heads, K key width, V value width; C chunks of L tokens.
+
+With log decay g_t <= 0, write strength beta_t, and k_t, q_t of unit length (q also over sqrt(K)):
+
+    u_t = beta_t (v_t - (e^{g_t} S_{t-1})^T k_t)        what is written
+    S_t = e^{g_t} S_{t-1} + k_t u_t^T                   the state, [K, V], float32
+    o_t = S_t^T q_t                                     what is read
+
+Within a chunk that starts at state S_0, with G_t the running sum of g, the writes solve a triangular system,
+(I + A) U = beta (V - e^G K S_0) with A_{tj} = beta_t e^{G_t - G_j} k_t.k_j for j < t, and
+
+    S_n = e^{G_n} S_0 + sum_{j <= n} e^{G_n - G_j} k_j u_j^T        for every n,
+
+so a pass keeps (k, u, G) and can still end after any of its tokens. arXiv:2412.06464, and docs/design.md.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+
+
+class DeltaWindow(NamedTuple):
+    """What `commit_delta` needs to end a pass after any of its tokens."""
+
+    start_BHCKV: Tensor
+    k_BHCLK: Tensor
+    u_BHCLV: Tensor
+    decay_BHCL: Tensor  # G, the running sum of g inside its chunk
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def _heads_first(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Float32 at least, unit q and k, each key head repeated for its value heads, heads before time."""
+    wide = torch.promote_types(v_BTHV.dtype, torch.float32)
+    repeat = v_BTHV.shape[2] // k_BTHK.shape[2]
+    q = _unit(q_BTHK.to(wide)) * q_BTHK.shape[-1] ** -0.5
+    k = _unit(k_BTHK.to(wide))
+    if repeat > 1:
+        q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
+    return (
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v_BTHV.to(wide).transpose(1, 2),
+        g_BTH.to(wide).transpose(1, 2),
+        beta_BTH.to(wide).transpose(1, 2),
+    )
+
+
+def gated_delta_recurrent(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The equations above, token by token: the specification. Returns (o [B, T, H, V], states [B, T, H, K, V])."""
+    q, k, v, g, beta = _heads_first(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)
+    state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state_BHKV is None else state_BHKV
+    outputs, states = [], []
+    for t in range(k.shape[2]):
+        state = state * g[:, :, t, None, None].exp()
+        u = beta[:, :, t, None] * (v[:, :, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
+        state = state + k[:, :, t, :, None] * u[:, :, None, :]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]))
+        states.append(state)
+    return torch.stack(outputs, dim=1).to(v_BTHV.dtype), torch.stack(states, dim=1)
+
+
+def gated_delta(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    state_BHKV: Tensor | None = None,
+    documents_BT: Tensor | None = None,
+) -> tuple[Tensor, DeltaWindow]:
+    """The same in chunks, as matrix products; differentiable. Returns (o [B, T, H, V], window).
+
+    `documents_BT` marks packed documents, which do not see each other: pairs across a border get weight 0, and
+    so does the state that a chunk receives from another document.
+    """
+    num_tokens = k_BTHK.shape[1]
+    length = min(CHUNK, num_tokens)
+    padding = -num_tokens % length
+    chunks = (num_tokens + padding) // length
+
+    def chunked(x_BHT: Tensor) -> Tensor:
+        if padding:  # beta = 0 writes nothing and g = 0 decays nothing
+            x_BHT = F.pad(x_BHT, (0, 0) * (x_BHT.dim() - 3) + (0, padding))
+        return x_BHT.unflatten(2, (chunks, length))
+
+    q, k, v, g, beta = map(chunked, _heads_first(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
+    decay = g.cumsum(dim=-1)
+    from_start = decay.exp()  # weight of the chunk's first state at each token
+    to_end = (decay[..., -1:] - decay).exp()  # weight of each token's write at the chunk's end
+    causal = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
+    if documents_BT is not None:
+        documents = F.pad(documents_BT, (0, padding), value=-1).unflatten(1, (chunks, length))[:, None]
+        causal = causal & (documents[..., :, None] == documents[..., None, :])
+        before = F.pad(documents[..., -1], (1, -1), value=-1)  # the document at the end of the chunk before
+        from_start = from_start * (documents == before[..., None])
+        to_end = to_end * (documents == documents[..., -1:])
+    pair = (decay[..., :, None] - decay[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+
+    strength = beta[..., None]
+    written, erased = strength * v, (strength * from_start[..., None]) * k
+    if length > 1:
+        mix = (strength * pair * (k @ k.transpose(-1, -2))).tril(-1)
+        solved = torch.linalg.solve_triangular(
+            mix, torch.cat((written, erased), dim=-1), upper=False, unitriangular=True
+        )
+        written, erased = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    seen = pair * (q @ k.transpose(-1, -2))
+    q_start = q * from_start[..., None]
+    k_end = (k * to_end[..., None]).transpose(-1, -2)
+
+    state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state_BHKV is None else state_BHKV
+    starts, writes, outputs = [], [], []
+    for c in range(chunks):
+        starts.append(state)
+        u = torch.baddbmm(
+            written[:, :, c].flatten(0, 1), erased[:, :, c].flatten(0, 1), state.flatten(0, 1), alpha=-1
+        ).unflatten(0, state.shape[:2])
+        writes.append(u)
+        outputs.append(q_start[:, :, c] @ state + seen[:, :, c] @ u)
+        if c + 1 < chunks:  # the last state is made by `commit_delta`
+            state = state * from_start[:, :, c, -1, None, None] + k_end[:, :, c] @ u
+    if chunks == 1:
+        window = DeltaWindow(starts[0].unsqueeze(2), k, writes[0].unsqueeze(2), decay)
+        o = outputs[0]
+    else:
+        window = DeltaWindow(torch.stack(starts, dim=2), k, torch.stack(writes, dim=2), decay)
+        o = torch.cat(outputs, dim=2)[:, :, :num_tokens]
+    return o.transpose(1, 2).to(v_BTHV.dtype), window
+
+
+def commit_delta(window: DeltaWindow, n_B: Tensor) -> Tensor:
+    """S_n [B, H, K, V] for n tokens of the pass, 0 <= n <= T, a number for each row."""
+    start, k, u, decay = window
+    batch, _, chunks, length = decay.shape
+    if chunks > 1:
+        chunk_B = (n_B - 1).clamp(min=0) // length
+        rows = torch.arange(batch, device=n_B.device)
+        start, k, u, decay = (x.transpose(1, 2)[rows, chunk_B] for x in (start, k, u, decay))
+        n_B = n_B - chunk_B * length
+    else:
+        start, k, u, decay = (x.squeeze(2) for x in (start, k, u, decay))
+    index = (n_B - 1).clamp(min=0)[:, None, None].expand(-1, decay.shape[1], 1)
+    total = torch.where(n_B[:, None, None] > 0, decay.gather(-1, index), 0.0)  # G_n, with G_0 = 0
+    token = torch.arange(length, device=n_B.device)
+    weight = (total - decay).masked_fill(token >= n_B[:, None, None], -torch.inf).exp()
+    return total[..., None].exp() * start + (k * weight[..., None]).transpose(-1, -2) @ u

@@ -1,0 +1,74 @@
+"""The functions that a model computes with, chosen once and handed to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twofold.ops import attention, gated_delta
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def _dense_linear(weight_NK: Tensor) -> Linear:
+    return lambda x: F.linear(x, weight_NK)
+
+
+def _blocked_linear(weight_NK: Tensor) -> Linear:
+    """y = x W^T with W laid out once in oneDNN's blocks.
+
+    At 1 to 16 rows PyTorch's own product spends most of its time on a weight laid out in rows; from 64 rows on it
+    is as good, and its packing needs no second copy.
+    """
+    if weight_NK.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return _dense_linear(weight_NK)
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach().contiguous(), 8)
+
+    def apply(x: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] > 64:
+            return F.linear(x, weight_NK)
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
+
+    return apply
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """One implementation for each operation; the signatures are those of the reference functions.
+
+    `freeze_linear(weight [N, K]) -> (x [..., K] -> x W^T)` may lay the weight out anew; it is called once when a
+    model's weights stop changing.
+    """
+
+    name: str
+    attention: Callable[..., Tensor]
+    gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow | None]]
+    commit_delta: Callable[..., Tensor]
+    freeze_linear: Callable[[Tensor], Linear]
+
+    @staticmethod
+    def reference() -> "Kernels":
+        return Kernels(
+            name="reference",
+            attention=attention.attention,
+            gated_delta=gated_delta.gated_delta,
+            commit_delta=gated_delta.commit_delta,
+            freeze_linear=_dense_linear,
+        )
+
+    @staticmethod
+    def cpu() -> "Kernels":
+        return replace(Kernels.reference(), name="cpu", freeze_linear=_blocked_linear)
+
+    @staticmethod
+    def cuda() -> "Kernels":
+        from twofold.ops.triton import gated_delta as triton_gated_delta
+
+        return replace(Kernels.reference(), name="cuda", gated_delta=triton_gated_delta.gated_delta)
+
+    @staticmethod
+    def auto(device: torch.device | str) -> "Kernels":
+        """The fastest set that this machine can run on `device`."""
+        return Kernels.cuda() if torch.device(device).type == "cuda" else Kernels.cpu()
