@@ -47,8 +47,12 @@ def test_wrong_dtype_or_width_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group_size", [4, 24])
-def test_dequantized_is_the_exact_product_rounded_once(dtype: torch.dtype, group_size: int) -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-5])  # 1e-5 is below the normal numbers of float16
+def test_dequantized_is_the_exact_product_rounded_once(
+    dtype: torch.dtype, group_size: int, size: float
+) -> None:
     q = _integers(6, 24)
-    scale = torch.rand(6, 24 // group_size, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    scale = (size * torch.rand(6, 24 // group_size, generator=generator)).to(torch.bfloat16)
     exact = q.double() * scale.double().repeat_interleave(group_size, dim=1)
     assert torch.equal(dequantize(q, scale, group_size, dtype), exact.to(dtype))

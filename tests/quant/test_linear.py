@@ -51,7 +51,7 @@ def test_clipped_gradient_is_that_of_torch() -> None:
     scale = search_scale(0.4 * weight, QuantScheme(group_size=-1))
     fake = FakeQuantLinear(weight, scale, QuantScheme(group_size=-1), clip_gradient=True)
     grad = _random(6, 16, seed=5)
-    (ours,) = torch.autograd.grad(fake.quantized_weight(torch.float32), fake.weight, grad)
+    (ours,) = torch.autograd.grad(fake.dense_weight(torch.float32), fake.weight, grad)
     theirs_weight = weight.clone().requires_grad_()
     zero_point = torch.zeros(6, dtype=torch.int32)
     out = torch.fake_quantize_per_channel_affine(theirs_weight, scale.float()[:, 0], zero_point, 0, -8, 7)

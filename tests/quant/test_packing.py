@@ -2,6 +2,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor
 
 from twofold.ops.int4 import dequantize
 from twofold.quant.packing import pack_state, unpack_state
@@ -9,7 +10,7 @@ from twofold.quant.rounding import quantize, search_scale
 from twofold.quant.scheme import QuantScheme
 
 
-def _packed(group_size: int, num_inputs: int = 64):  # type: ignore[no-untyped-def]
+def _packed(group_size: int, num_inputs: int = 64) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     scheme = QuantScheme(group_size=group_size)
     weight = torch.randn(6, num_inputs, generator=torch.Generator().manual_seed(0))
     scale = search_scale(weight, scheme)

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -52,10 +54,15 @@ def test_search_finds_the_best_candidate(shape: tuple[int, int], group_size: int
 
 
 def test_search_over_several_chunks_is_the_search_over_rows() -> None:
-    weight = _weight(70, 4096)  # more than one chunk of rows
+    weight = _weight(70, 4096)  # more than two chunks of rows
     scheme = QuantScheme()
-    alone = torch.cat([search_scale(row[None], scheme) for row in weight])
+    alone = torch.cat([search_scale(part, scheme) for part in weight.split([7, 30, 33])])
     assert torch.equal(search_scale(weight, scheme), alone)
+
+
+def test_among_equals_the_widest_wins() -> None:
+    weight, scheme = _weight(4, 64), QuantScheme()
+    assert torch.equal(search_scale(weight, scheme, torch.zeros(64)), minmax_scale(weight, scheme))
 
 
 def test_minmax_clips_nothing() -> None:
@@ -77,7 +84,9 @@ def test_a_largest_weight_below_zero_can_use_minus_eight() -> None:
 
 @pytest.mark.parametrize("scale_of", [minmax_scale, search_scale])
 @pytest.mark.parametrize("value", [0.0, 1e-42])
-def test_a_group_of_zeros_has_scale_one(scale_of, value: float) -> None:  # type: ignore[no-untyped-def]
+def test_a_group_of_zeros_has_scale_one(
+    scale_of: Callable[[Tensor, QuantScheme], Tensor], value: float
+) -> None:
     weight = _weight(2, 64)
     weight[1, :32] = value
     scheme = QuantScheme()

@@ -60,7 +60,7 @@ class CausalLM(nn.Module):
     def freeze(self) -> "CausalLM":
         """Ends training: no gradients, weights laid out for decoding."""
         self.requires_grad_(False)
-        freeze(self, self.kernels)
+        freeze(self, self.kernels, self.embed_tokens.weight.dtype)
         return self.eval()
 
     def new_state(self, batch_size: int, max_length: int) -> DecodeState:

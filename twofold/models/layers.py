@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from twofold.ops.kernels import Kernels, Linear
 from twofold.ops.norms import rms_norm
+from twofold.quant.linear import FakeQuantLinear, PackedLinear
 
 
 class RMSNorm(nn.Module):
@@ -34,11 +35,11 @@ class Projections:
     def layers(self) -> list[nn.Module]:
         return [self.owner.get_submodule(name) for name in self.names]
 
-    def freeze(self, kernels: Kernels) -> None:
+    def freeze(self, kernels: Kernels, dtype: torch.dtype) -> None:
         layers = self.layers()
         if any(getattr(layer, "bias", None) is not None for layer in layers):
             return
-        weights = [dense_weight(layer) for layer in layers]
+        weights = [dense_weight(layer, dtype) for layer in layers]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.frozen = (kernels.freeze_linear(weight), [len(w) for w in weights])
 
@@ -50,21 +51,20 @@ class Projections:
         return y.split(sizes, dim=-1) if len(sizes) > 1 else (y,)
 
 
-def dense_weight(layer: nn.Module) -> Tensor:
+def dense_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] that a linear layer, quantized or not, multiplies with."""
-    if isinstance(layer, nn.Linear):
-        return layer.weight.detach()
-    weight = getattr(layer, "effective_weight", None)
-    assert weight is not None, f"{type(layer).__name__} does not say which matrix it applies"
-    return weight().detach()
+    if isinstance(layer, FakeQuantLinear | PackedLinear):
+        return layer.dense_weight(dtype).detach()
+    assert isinstance(layer, nn.Linear), f"{type(layer).__name__} is no linear layer"
+    return layer.weight.detach().to(dtype)
 
 
-def freeze(module: nn.Module, kernels: Kernels) -> None:
+def freeze(module: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Lays out all weights for decoding. Call it when they have stopped changing."""
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, Projections):
-                value.freeze(kernels)
+                value.freeze(kernels, dtype)
 
 
 class MLP(nn.Module):

@@ -52,7 +52,9 @@ class Attention(nn.Module):
         self.output = Projections(self, "o_proj")
 
     def forward(self, x_BTD: Tensor, place: Place, cache: KeyValueCache | None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True))
+        q, k, v = (
+            y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True)
+        )
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
         q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)
@@ -108,11 +110,12 @@ class GatedDeltaNet(nn.Module):
             inputs_BSC = torch.cat((state.conv_BWC, qkv_BTC), dim=1)
             mixed = causal_convolution(inputs_BSC, weight_CW)
         q, k, v = mixed.split(self.sizes, dim=-1)
+        wide = torch.promote_types(a.dtype, torch.float32)  # a decay rounded to bfloat16 is another decay
         o, window = self.kernels.gated_delta(
             q.unflatten(-1, (self.num_key_heads, -1)),
             k.unflatten(-1, (self.num_key_heads, -1)),
             v.unflatten(-1, (self.num_value_heads, -1)),
-            -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
+            -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide)),
             b.sigmoid(),
             state_BHKV=None if state is None else state.state_BHKV,
             documents_BT=place.documents_BT,

@@ -16,7 +16,7 @@ Within a chunk that starts at state S_0, with G_t the running sum of g, the writ
 so a pass keeps (k, u, G) and can still end after any of its tokens. arXiv:2412.06464, and docs/design.md.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,56 @@ def _heads_first(
         g_BTH.to(wide).transpose(1, 2),
         beta_BTH.to(wide).transpose(1, 2),
     )
+
+
+@torch.compiler.disable
+def _inverse(mix_LL: Tensor) -> Tensor:
+    return UnitTriangularInverse.apply(mix_LL)
+
+
+def _solve(mix_LL: Tensor, rhs_LN: Tensor) -> Tensor:
+    """(I + A)^-1 R for strictly lower triangular A. On a GPU by an explicit inverse: batched substitution is slow."""
+    if mix_LL.is_cuda:
+        return _inverse(mix_LL) @ rhs_LN
+    return torch.linalg.solve_triangular(mix_LL, rhs_LN, upper=False, unitriangular=True)
+
+
+class UnitTriangularInverse(torch.autograd.Function):
+    """T = (I + A)^-1 for strictly lower triangular A [..., L, L]; dA = -T^T dT T^T, below the diagonal.
+
+    Inverts diagonal blocks of 1, 2, 4, ... rows: of a block [[P, 0], [R, Q]] the lower left part of the inverse is
+    -Q^-1 R P^-1. As stable as substitution, where a product of powers of A is not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mix: Tensor) -> Tensor:
+        length = mix.shape[-1]
+        size = 1 << (length - 1).bit_length()
+        mix = F.pad(mix, (0, size - length, 0, size - length))
+        inverse = torch.eye(size, dtype=mix.dtype, device=mix.device).expand(mix.shape).clone()
+        half = 1
+        while half < size:
+            blocks = (size // (2 * half), 2, half)
+            grid = inverse.unflatten(-1, blocks).unflatten(
+                -4, blocks
+            )  # [..., block, part, row, block, part, column]
+            own = torch.diagonal(grid, dim1=-6, dim2=-3)  # [..., part, row, part, column, block]
+            below = torch.diagonal(mix.unflatten(-1, blocks).unflatten(-4, blocks), dim1=-6, dim2=-3)
+            p, q, r = (
+                x.movedim(-1, -3)
+                for x in (own[..., 0, :, 0, :, :], own[..., 1, :, 1, :, :], below[..., 1, :, 0, :, :])
+            )
+            own[..., 1, :, 0, :, :].copy_((-q @ r @ p).movedim(-3, -1))
+            half *= 2
+        inverse = inverse[..., :length, :length].contiguous()
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return -(transposed @ grads[0] @ transposed).tril(-1)
 
 
 def gated_delta_recurrent(
@@ -111,17 +161,18 @@ def gated_delta(
         documents = F.pad(documents_BT, (0, padding), value=-1).unflatten(1, (chunks, length))[:, None]
         causal = causal & (documents[..., :, None] == documents[..., None, :])
         before = F.pad(documents[..., -1], (1, -1), value=-1)  # the document at the end of the chunk before
-        from_start = from_start * (documents == before[..., None])
-        to_end = to_end * (documents == documents[..., -1:])
+        # sums over the own document alone: a running sum would round by what the one before has added
+        decay = (causal * g[..., None, :]).sum(dim=-1)
+        from_start = decay.exp() * (documents == before[..., None])
+        others = documents != documents[..., -1:]
+        to_end = (decay[..., -1:] - decay).masked_fill(others, -torch.inf).exp()
     pair = (decay[..., :, None] - decay[..., None, :]).masked_fill(~causal, -torch.inf).exp()
 
     strength = beta[..., None]
     written, erased = strength * v, (strength * from_start[..., None]) * k
     if length > 1:
         mix = (strength * pair * (k @ k.transpose(-1, -2))).tril(-1)
-        solved = torch.linalg.solve_triangular(
-            mix, torch.cat((written, erased), dim=-1), upper=False, unitriangular=True
-        )
+        solved = _solve(mix, torch.cat((written, erased), dim=-1))
         written, erased = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     seen = pair * (q @ k.transpose(-1, -2))
     q_start = q * from_start[..., None]

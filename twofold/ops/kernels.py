@@ -34,6 +34,14 @@ def _blocked_linear(weight_NK: Tensor) -> Linear:
     return apply
 
 
+def _delta_outside_autocast(
+    *tensors: Tensor, **optional: Tensor | None
+) -> tuple[Tensor, gated_delta.DeltaWindow]:
+    """The recurrence keeps its float32 products when the layers around it are trained in bf16."""
+    with torch.autocast("cuda", enabled=False):
+        return gated_delta.gated_delta(*tensors, **optional)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """One implementation for each operation; the signatures are those of the reference functions.
@@ -44,7 +52,7 @@ class Kernels:
 
     name: str
     attention: Callable[..., Tensor]
-    gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow | None]]
+    gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow]]
     commit_delta: Callable[..., Tensor]
     freeze_linear: Callable[[Tensor], Linear]
 
@@ -64,9 +72,7 @@ class Kernels:
 
     @staticmethod
     def cuda() -> "Kernels":
-        from twofold.ops.triton import gated_delta as triton_gated_delta
-
-        return replace(Kernels.reference(), name="cuda", gated_delta=triton_gated_delta.gated_delta)
+        return replace(Kernels.reference(), name="cuda", gated_delta=_delta_outside_autocast)
 
     @staticmethod
     def auto(device: torch.device | str) -> "Kernels":

@@ -74,13 +74,13 @@ class FakeQuantLinear(nn.Module):
         """Take over the weight and bias of `linear` as master copies."""
         return cls(linear.weight, scale_NG, scheme, linear.bias, clip_gradient)
 
-    def quantized_weight(self, dtype: torch.dtype) -> Tensor:
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """Q(W) in `dtype`, [N, K], differentiable in W by the straight-through estimator."""
         group = self.scheme.group_length(self.in_features)
         return _StraightThrough.apply(self.weight, self.scale, group, dtype, self.clip_gradient)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.quantized_weight(x.dtype), self.bias)
+        return F.linear(x, self.dense_weight(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, group_size={self.scheme.group_size}"
@@ -149,14 +149,14 @@ class PackedLinear(nn.Module):
         q_NK = quantize(fake.weight, fake.scale, fake.scheme)
         return cls.from_integers(q_NK, fake.scale, fake.scheme, fake.bias, cache_dtype)
 
-    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """scale * q in `dtype`, [N, K]."""
         q_NK = unpack_int4(self.weight_packed, self.in_features)
         return dequantize(q_NK, self.weight_scale, self.scheme.group_length(self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.cache_dtype is None:
-            return F.linear(x, self.dequantized_weight(x.dtype), self.bias)
+            return F.linear(x, self.dense_weight(x.dtype), self.bias)
         assert self.weight_dense is not None, "load a state dict or use from_integers before the first call"
         if x.dtype != self.weight_dense.dtype:
             raise ValueError(
@@ -169,7 +169,7 @@ class PackedLinear(nn.Module):
 
     def _fill_cache(self) -> None:
         if self.cache_dtype is not None:
-            self.weight_dense = self.dequantized_weight(self.cache_dtype)
+            self.weight_dense = self.dense_weight(self.cache_dtype)
 
 
 def replace_linears(

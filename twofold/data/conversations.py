@@ -1,0 +1,110 @@
+"""Conversations as token ids: stored, and packed into rows for training. N rows, T tokens a row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Conversation:
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def save_conversations(conversations: Sequence[Conversation], path: Path) -> None:
+    tokens = [token for c in conversations for token in (*c.prompt_ids, *c.answer_ids)]
+    sizes = [[len(c.prompt_ids), len(c.answer_ids)] for c in conversations]
+    save_file(
+        {
+            "tokens": torch.tensor(tokens, dtype=torch.int32),
+            "sizes": torch.tensor(sizes, dtype=torch.int32).reshape(-1, 2),
+        },
+        str(path),
+    )
+
+
+def load_conversations(path: Path) -> list[Conversation]:
+    tensors = load_file(str(path))
+    tokens, start, conversations = tensors["tokens"].tolist(), 0, []
+    for num_prompt, num_answer in tensors["sizes"].tolist():
+        middle, end = start + num_prompt, start + num_prompt + num_answer
+        conversations.append(Conversation(tokens[start:middle], tokens[middle:end]))
+        start = end
+    return conversations
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Conversations laid end to end: a position of 0 starts one. `answer` marks the answer's tokens, `used` those
+    of any conversation; a row's unused end is one more document, of token 0.
+    """
+
+    token_ids_NT: Tensor
+    positions_NT: Tensor
+    answer_NT: Tensor
+    used_NT: Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids_NT)
+
+    def select(self, rows: Tensor) -> "PackedRows":
+        """The given rows, as a batch."""
+        parts = (self.token_ids_NT, self.positions_NT, self.answer_NT, self.used_NT)
+        return PackedRows(*(x[rows] for x in parts))
+
+    def to(self, device: torch.device) -> "PackedRows":
+        parts = (self.token_ids_NT, self.positions_NT, self.answer_NT, self.used_NT)
+        return PackedRows(*(x.to(device) for x in parts))
+
+    def batch(self, size: int, step: int, seed: int) -> "PackedRows":
+        """The rows of a training step: every row once an epoch, in an order that depends on (seed, epoch) alone."""
+        size = min(size, len(self))
+        per_epoch = len(self) // size
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step // per_epoch)
+        order = torch.randperm(len(self), generator=generator)
+        first = step % per_epoch * size
+        return self.select(order[first : first + size])
+
+
+def pack(conversations: Sequence[Conversation], length: int) -> PackedRows:
+    """Each conversation whole in one row where it fits, its end cut off where it is longer than a row.
+
+    First fit over the conversations from long to short, so that rows are nearly full.
+    """
+    order = sorted(range(len(conversations)), key=lambda i: -_size(conversations[i]))
+    rows: list[list[int]] = []
+    free: list[int] = []
+    first_open = 0
+    for i in order:
+        size = min(_size(conversations[i]), length)
+        row = next((r for r in range(first_open, len(rows)) if free[r] >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(length)
+        rows[row].append(i)
+        free[row] -= size
+        while first_open < len(rows) and free[first_open] < 8:  # full: no longer searched
+            first_open += 1
+    token_ids = torch.zeros(len(rows), length, dtype=torch.long)
+    positions = torch.arange(length).repeat(len(rows), 1)
+    answer = torch.zeros(len(rows), length, dtype=torch.bool)
+    used = torch.zeros(len(rows), length, dtype=torch.bool)
+    for n, members in enumerate(rows):
+        at = 0
+        for i in members:
+            ids = (conversations[i].prompt_ids + conversations[i].answer_ids)[:length]
+            token_ids[n, at : at + len(ids)] = torch.tensor(ids)
+            positions[n, at : at + len(ids)] = torch.arange(len(ids))
+            answer[n, at + len(conversations[i].prompt_ids) : at + len(ids)] = True
+            at += len(ids)
+        used[n, :at] = True
+        positions[n, at:] = torch.arange(length - at)
+    return PackedRows(token_ids, positions, answer, used)
+
+
+def _size(conversation: Conversation) -> int:
+    return len(conversation.prompt_ids) + len(conversation.answer_ids)

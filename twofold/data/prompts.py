@@ -1,0 +1,43 @@
+"""Prompts: JSON lines with a "prompt" field, one conversation's user turn each."""
+
+import json
+from pathlib import Path
+
+from twofold.models.tokenizer import Tokenizer
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """The prompts of a file, in order. ValueError that names file and line for what is not a prompt."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such prompt file; correct the path")
+    prompts = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise ValueError(
+                    f'{path}, line {number}: not a JSON object with a "prompt"; correct it'
+                ) from None
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f"{path}, line {number}: the prompt is empty; remove the line")
+            prompts.append(prompt)
+            if len(prompts) == limit:
+                break
+    if not prompts:
+        raise ValueError(f'{path}: holds no prompts; give at least one JSON line with a "prompt"')
+    return prompts
+
+
+def tokenize_prompts(prompts: list[str], tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    """Ids of each prompt as a user turn, up to where the assistant begins. ValueError for one that is too long."""
+    ids = [tokenizer.chat_ids([{"role": "user", "content": prompt}]) for prompt in prompts]
+    for number, prompt in enumerate(ids, 1):
+        if len(prompt) > max_tokens:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, more than the {max_tokens} that the context leaves; "
+                "shorten or remove it"
+            )
+    return ids

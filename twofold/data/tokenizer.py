@@ -1,0 +1,1 @@
+from twofold.models.tokenizer import Tokenizer as Tokenizer

@@ -1,0 +1,30 @@
+"""How near a quantized model is to its teacher, on text neither was tuned on."""
+
+import torch
+
+from twofold.data.conversations import PackedRows
+from twofold.models.causal_lm import CausalLM
+
+
+@torch.no_grad()
+def fidelity(model: CausalLM, teacher: CausalLM, rows: PackedRows, batch_rows: int = 8) -> dict[str, float]:
+    """Means over the answers' tokens in `rows`, each predicted from what is before it.
+
+    kl: sum_v p log(p / q) in nats, p the teacher's; top1: share of tokens with the same argmax;
+    ppl: exp of the mean of -log q(token).
+    """
+    kl = agree = nll = 0.0
+    count = 0
+    for chosen in torch.arange(len(rows)).split(batch_rows):
+        batch = rows.select(chosen).to(model.device)
+        ids, positions = batch.token_ids_NT, batch.positions_NT
+        counted = batch.answer_NT[:, 1:] & (positions[:, 1:] > 0)
+        log_q, log_p = (
+            m.logits(m(ids, positions)[0][:, :-1][counted]).double().log_softmax(dim=-1)
+            for m in (model, teacher)
+        )
+        kl += float((log_p.exp() * (log_p - log_q)).sum())
+        agree += float((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum())
+        nll -= float(log_q.gather(1, ids[:, 1:][counted][:, None]).sum())
+        count += len(log_q)
+    return {"kl": kl / count, "top1": agree / count, "ppl": float(torch.tensor(nll / count).exp())}

@@ -1,0 +1,271 @@
+"""The DFlash drafter (arXiv:2602.06036): guesses a whole block of tokens in one pass.
+
+B rows, N block tokens, S context positions, T new context positions, D hidden size, G key heads.
+
+Context feature of a position: c = hidden_norm(fc([tap_1; ...; tap_m])), from the target's layers named in
+`target_layer_ids`. A block is one known token, the anchor, and N - 1 mask tokens, embedded by the target. In every
+layer queries come from the block, keys and values from [c; block] by the layer's own projections; a block token sees
+the whole context before the anchor and the whole block. The target's head turns the result into scores, position k
+of the block guessing token anchor + k.
+
+Keys and values of the context are cached: only newly accepted positions are projected, and a rejected position never
+enters, so there is nothing to roll back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twofold.models.layers import MLP, Projections, RMSNorm, freeze
+from twofold.models.state import KeyValueCache
+from twofold.ops.kernels import Kernels
+from twofold.ops.norms import rotary_table, rotate
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """`sliding_window` W: a block token at position p sees context positions > p - W; None is all of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    max_position_embeddings: int
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]:
+            raise ValueError(
+                f"target_layer_ids {bad} are not layers of a target with {self.num_target_layers}"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size}"
+            )
+        if self.block_size < 2:
+            raise ValueError(f"block_size {self.block_size} drafts nothing; use 2 or more")
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}"
+            )
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> "DrafterConfig":
+        """From a `DFlashDraftModel` config.json; ValueError that names a missing or unsupported key."""
+        try:
+            dflash = config["dflash_config"]
+            rope = config.get("rope_parameters") or {}
+            sliding = "sliding_attention" in config.get("layer_types", ())
+            return DrafterConfig(
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                num_layers=config["num_hidden_layers"],
+                num_heads=config["num_attention_heads"],
+                num_kv_heads=config["num_key_value_heads"],
+                head_dim=config["head_dim"],
+                rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
+                rms_norm_eps=config["rms_norm_eps"],
+                vocab_size=config["vocab_size"],
+                block_size=config["block_size"],
+                mask_token_id=dflash["mask_token_id"],
+                target_layer_ids=tuple(dflash["target_layer_ids"]),
+                num_target_layers=config["num_target_layers"],
+                max_position_embeddings=config["max_position_embeddings"],
+                sliding_window=config.get("sliding_window") if sliding else None,
+            )
+        except KeyError as error:
+            raise ValueError(
+                f"the drafter's config.json has no {error}; it is not a DFlash drafter"
+            ) from None
+
+    def to_hf(self) -> dict[str, Any]:
+        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.rms_norm_eps,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": self.max_position_embeddings,
+            "block_size": self.block_size,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "causal": False,
+            },
+            "num_target_layers": self.num_target_layers,
+            "layer_types": [kind] * self.num_layers,
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window is not None,
+            "dtype": "bfloat16",
+        }
+
+
+class DraftAttention(nn.Module):
+    """Queries from the block, keys and values from context and block."""
+
+    def __init__(self, config: DrafterConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.head_dim = config.head_dim
+        query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.o_proj = nn.Linear(query_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
+        self.block_inputs = Projections(self, "q_proj", "k_proj", "v_proj")
+        self.context_inputs = Projections(self, "k_proj", "v_proj")
+        self.output = Projections(self, "o_proj")
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+        k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
+        return rotate(self.k_norm(k), cos, sin), v
+
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
+        q, k, v = (self._heads(x) for x in self.block_inputs(x_BND))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
+        return self.output(self.kernels.attention(q, k, v, mask).flatten(-2))[0]
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DrafterConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, kernels)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
+        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
+        return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
+
+
+@dataclass
+class DraftState:
+    """Context keys and values of every layer; row b's context is its first lengths_B[b] positions."""
+
+    caches: list[KeyValueCache]
+    lengths_B: Tensor
+    bound: int = 0
+
+
+class Drafter(nn.Module):
+    """Has neither embedding nor head: it borrows the target's."""
+
+    def __init__(self, config: DrafterConfig, kernels: Kernels | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = kernels or Kernels.reference()
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.layers = nn.ModuleList(DraftLayer(config, self.kernels) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.feature = Projections(self, "fc")
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def freeze(self) -> "Drafter":
+        self.requires_grad_(False)
+        freeze(self, self.kernels, self.norm.weight.dtype)
+        return self.eval()
+
+    def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_table(positions, self.config.head_dim, self.config.rope_theta)
+
+    def contexts(self, taps: Sequence[Tensor], positions_BT: Tensor) -> list[KeyValue]:
+        """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
+        feature = self.hidden_norm(self.feature(torch.cat(list(taps), dim=-1))[0])
+        cos, sin = self._table(positions_BT)
+        return [layer.self_attn.context(feature, cos, sin) for layer in self.layers]
+
+    def forward(
+        self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask_BNS: Tensor
+    ) -> Tensor:
+        """Hidden states [B, N, D] for the target's head; `mask_BNS` covers context and block keys, [B, N, S + N]."""
+        cos, sin = self._table(positions_BN)
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x_BND = layer(x_BND, cos, sin, context, mask_BNS)
+        return self.norm(x_BND)
+
+    def new_state(self, batch_size: int, max_length: int) -> DraftState:
+        shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)
+        new = self.norm.weight.new_zeros
+        caches = [KeyValueCache(new(shape), new(shape)) for _ in self.layers]
+        return DraftState(caches, torch.zeros(batch_size, dtype=torch.long, device=self.device))
+
+    def extend(self, state: DraftState, taps: Sequence[Tensor], n: int | Tensor) -> None:
+        """Appends the first n of T new positions to the context, a number for all rows or one for each [B]."""
+        if isinstance(n, int):
+            taps = [tap[:, :n] for tap in taps]
+        num_new = taps[0].shape[1]
+        positions_BT = state.lengths_B[:, None] + torch.arange(num_new, device=self.device)
+        for cache, (k, v) in zip(state.caches, self.contexts(taps, positions_BT), strict=True):
+            cache.write(positions_BT, k, v)
+        state.lengths_B = state.lengths_B + n
+        exact = isinstance(n, int) or not n.is_cuda
+        state.bound = int(state.lengths_B.max()) if exact else state.bound + num_new
+
+    def draft(self, state: DraftState, block_BND: Tensor) -> Tensor:
+        """Hidden states [B, N, D] for a block (anchor and masks, embedded) that follows the context."""
+        num_tokens = block_BND.shape[1]
+        positions_BN = state.lengths_B[:, None] + torch.arange(num_tokens, device=self.device)
+        window = self.config.sliding_window
+        first = 0 if window is None else max(0, int(state.lengths_B.min()) - window + 1)
+        keys_S = torch.arange(first, state.bound, device=self.device)
+        mask = self._visible(keys_S, positions_BN, state.lengths_B[:, None])
+        contexts = [
+            (c.k_BSGD[:, first : state.bound], c.v_BSGD[:, first : state.bound]) for c in state.caches
+        ]
+        block = torch.ones(*mask.shape[:2], num_tokens, dtype=torch.bool, device=self.device)
+        return self(block_BND, positions_BN, contexts, torch.cat((mask, block), dim=-1))
+
+    def _visible(self, keys_S: Tensor, positions_BN: Tensor, anchors_BN: Tensor) -> Tensor:
+        """[B, N, S]: context strictly before the anchor, and inside the window where there is one."""
+        visible = keys_S < anchors_BN[..., None]
+        if self.config.sliding_window is not None:
+            visible = visible & (keys_S > positions_BN[..., None] - self.config.sliding_window)
+        return visible.expand(*positions_BN.shape, -1)
+
+    def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> Tensor:
+        """[B, A * K, T + A * K] for A blocks of a row: block a sees its own document's context strictly before its
+        anchor, and itself; never another block."""
+        block = self.config.block_size
+        index = torch.arange(anchors_BA.shape[1] * block, device=anchors_BA.device)
+        anchors_BN = anchors_BA.repeat_interleave(block, dim=1)
+        keys_T = torch.arange(documents_BT.shape[1], device=anchors_BA.device)
+        context = self._visible(keys_T, anchors_BN + index % block, anchors_BN)
+        context = context & (documents_BT[:, None, :] == documents_BT.gather(1, anchors_BN)[..., None])
+        same = (index[:, None] // block == index // block).expand(len(anchors_BA), -1, -1)
+        return torch.cat((context, same), dim=-1)

@@ -1,0 +1,51 @@
+"""DFlash drafter folders: config.json and model.safetensors, dense or INT4; names without prefix."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from twofold.models import checkpoint
+from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.ops.kernels import Kernels
+from twofold.quant.linear import PackedLinear
+
+
+def packable_linears(config: DrafterConfig) -> list[str]:
+    """Names of the layers that are quantized: `fc`, and attention and MLP of every layer."""
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    names = [f"self_attn.{p}" for p in parts] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    return ["fc", *(f"layers.{i}.{name}" for i in range(config.num_layers) for name in names)]
+
+
+def load_drafter(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> Drafter:
+    """The drafter in `folder`; ValueError as for `load_target`."""
+    hf = checkpoint.read_json(folder / "config.json")
+    config = DrafterConfig.from_hf(hf)
+    quantization = hf.get("quantization_config")
+    tensors = checkpoint.read_tensors(folder)
+    with torch.device("meta"):
+        drafter = Drafter(config, kernels)
+    checkpoint.install_packed(drafter, tensors, quantization, folder)
+    checkpoint.check_tensors(drafter.state_dict(), tensors, folder)
+    stored = {name: checkpoint.stored_as(name, tensor, dtype) for name, tensor in tensors.items()}
+    drafter.load_state_dict(stored, assign=True)
+    return drafter
+
+
+def save_drafter(drafter: Drafter, folder: Path) -> None:
+    """Writes `drafter`, dense weights in bfloat16."""
+    hf = drafter.config.to_hf()
+    packed = [layer for layer in drafter.modules() if isinstance(layer, PackedLinear)]
+    if packed:
+        dense = [name for name, layer in drafter.named_modules() if isinstance(layer, nn.Linear)]
+        hf["quantization_config"] = packed[0].scheme.to_compressed_tensors(dense)
+    tensors = {
+        name: (tensor if name.endswith(checkpoint.PACKED_PARTS) else tensor.to(torch.bfloat16)).cpu().contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / checkpoint.WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

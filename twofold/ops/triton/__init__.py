@@ -1,1 +1,0 @@
-"""Triton versions, for NVIDIA GPUs; signatures and meaning are those of the reference functions in `twofold.ops`."""
