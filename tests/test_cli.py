@@ -25,9 +25,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The command line over the toy stages; returns its recipe's file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(twofold.pipeline.stages, "STAGES", STAGES)
-    monkeypatch.setattr(
-        twofold.pipeline.recipe, "load_recipe", lambda name: read_recipe(Path(name), ToyRecipe)
-    )
+    monkeypatch.setattr(twofold.pipeline.recipe, "load_recipe", lambda name: read_recipe(Path(name), ToyRecipe))
     (tmp_path / "source.txt").write_text("twelve chars")
     file = tmp_path / "toy.toml"
     file.write_text('name = "toy"\n[seeds]\nsource = "source.txt"\n')
@@ -103,9 +101,7 @@ def test_a_defect_keeps_its_traceback(toy: Path, monkeypatch: pytest.MonkeyPatch
         main(["run", str(toy)])
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["serve"], ["serve", ".", "--port", "x"], ["run", "a", "--o"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve"], ["serve", ".", "--port", "x"], ["run", "a", "--o"]])
 def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

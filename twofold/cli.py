@@ -103,16 +103,18 @@ def _status(options: argparse.Namespace) -> None:
 
 def _chat(options: argparse.Namespace) -> None:
     directory = _existing(options.directory)
-    from twofold.serving.app import chat
+    from twofold.pipeline.commands import load_engine
+    from twofold.serving.terminal import chat
 
-    chat(directory)
+    chat(load_engine(directory), sys.stdin, sys.stdout, sys.stderr)
 
 
 def _serve(options: argparse.Namespace) -> None:
     directory = _existing(options.directory)
+    from twofold.pipeline.commands import load_engine
     from twofold.serving.app import serve
 
-    serve(directory, host=options.host, port=options.port)
+    serve(lambda: load_engine(directory), host=options.host, port=options.port)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -223,8 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         _bench,
         "measure the speed of a finished model",
-        "Times plain and speculative decoding on this machine.\n\n"
-        "  twofold bench runs/pocket --json speed.json\n",
+        "Times plain and speculative decoding on this machine.\n\n  twofold bench runs/pocket --json speed.json\n",
     )
     directory(bench)
     json_file(bench)
@@ -245,9 +246,7 @@ def _parser() -> argparse.ArgumentParser:
             "Draws DIR/report.html, a page that stands alone, from the figures in DIR/report.json.",
         )
     )
-    doctor = add(
-        "doctor", _doctor, "what this machine can run, and why not", "Examines this machine; changes nothing."
-    )
+    doctor = add("doctor", _doctor, "what this machine can run, and why not", "Examines this machine; changes nothing.")
     json_file(doctor)
     return parser
 

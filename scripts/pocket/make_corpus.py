@@ -77,9 +77,7 @@ def render_turns(group: Sequence[Turn], system: str | None) -> list[tuple[str, b
     return segments
 
 
-def add_documents(
-    split: Split, documents: Sequence[tuple[str, list[tuple[str, bool]]]], tokenizer: Tokenizer
-) -> None:
+def add_documents(split: Split, documents: Sequence[tuple[str, list[tuple[str, bool]]]], tokenizer: Tokenizer) -> None:
     encoded = tokenizer.encode_batch([text for _, segments in documents for text, _ in segments])
     parts = iter(encoded)
     for source, segments in documents:
@@ -157,9 +155,7 @@ def main() -> None:
             system = str(rng.choice(SYSTEM_PROMPTS)) if rng.random() < 0.05 else None
             documents.append((group[-1].source, render_turns(group, system)))
         documents += [
-            (text.source, [(text.text + "<|endoftext|>", False)])
-            for text in texts
-            if is_heldout(text.key) == heldout
+            (text.source, [(text.text + "<|endoftext|>", False)]) for text in texts if is_heldout(text.key) == heldout
         ]
         add_documents(split, documents, tokenizer)
         write_split(split, args.out / f"{name}.npz", rng)

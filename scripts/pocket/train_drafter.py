@@ -7,21 +7,18 @@ guess those answers in blocks. With --seconds the number of steps is chosen from
 """
 
 import argparse
-import json
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from twofold.data.conversations import load_conversations, pack, save_conversations
 from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import read_prompts
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
 from twofold.models.drafter_checkpoint import save_drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
@@ -31,24 +28,16 @@ from twofold.training.loop import OptimizerConfig
 ASSETS = Path(__file__).parents[2] / "twofold" / "assets" / "pocket"
 
 
-def drafter_config(target: CausalLM) -> DrafterConfig:
-    config = target.config
-    return DrafterConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=768,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
-        vocab_size=config.vocab_size,
-        block_size=8,
-        mask_token_id=3,
-        target_layer_ids=(1, 4, 7),
-        num_target_layers=config.num_layers,
-        max_position_embeddings=config.max_position_embeddings,
-    )
+SHAPE = DraftShape(
+    num_layers=2,
+    intermediate_size=768,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    block_size=8,
+    mask_token_id=3,
+    target_layer_ids=(1, 4, 7),
+)
 
 
 class NoCheckpoints:
@@ -101,12 +90,7 @@ def main() -> None:
     heldout = pack(load_conversations(args.out / "heldout.safetensors"), 512).to(args.device)
     print(f"{len(rows)} rows, {int(rows.answer_NT.sum())} answer tokens", flush=True)
 
-    torch.manual_seed(args.seed)
-    drafter = Drafter(drafter_config(target), kernels)
-    for parameter in drafter.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-    drafter.to(args.device)
+    drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels).to(args.device)
 
     def fit(steps: int) -> None:
         config = DraftConfig(

@@ -57,9 +57,7 @@ def initialize(model: CausalLM, seed: int) -> None:
     depth = (2 * model.config.num_layers) ** -0.5
     for name, p in model.named_parameters():
         if p.dim() >= 2:
-            torch.nn.init.normal_(
-                p, std=0.02 * (depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
-            )
+            torch.nn.init.normal_(p, std=0.02 * (depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1))
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
             heads = len(module.dt_bias)
@@ -89,15 +87,11 @@ def heldout_loss(model: CausalLM, rows: Rows, batch: int, dtype: torch.dtype, ma
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(".cache/pocket"))
     parser.add_argument("--out", type=Path, default=Path(".cache/pocket/target"))
     parser.add_argument("--steps", type=int, default=14_000)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="end the schedule by then, if earlier"
-    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end the schedule by then, if earlier")
     parser.add_argument("--batch", type=int, default=64, help="rows in a step")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--muon-lr", type=float, default=3e-3)
@@ -123,18 +117,12 @@ def main() -> None:
     matrices, others = [], []
     for name, p in model.named_parameters():
         inner = (
-            name.startswith("layers.")
-            and p.dim() == 2
-            and not name.endswith(("in_proj_a.weight", "in_proj_b.weight"))
+            name.startswith("layers.") and p.dim() == 2 and not name.endswith(("in_proj_a.weight", "in_proj_b.weight"))
         )
         (matrices if inner else others).append(p)
     optimizers = [
-        torch.optim.Muon(
-            matrices, lr=args.muon_lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(
-            others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=args.device == "cuda"
-        ),
+        torch.optim.Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=args.device == "cuda"),
     ]
     peaks = [args.muon_lr, args.adam_lr]
     checkpoint = args.out / "checkpoint.pt"
@@ -157,7 +145,8 @@ def main() -> None:
         if step // per_epoch != epoch:
             epoch = step // per_epoch
             ids, positions = train.epoch(args.seed + 1000 + epoch)
-        assert ids is not None and positions is not None
+        assert ids is not None
+        assert positions is not None
         rate = min(1.0, (step + 1) / 200, (1 - progress) / 0.8)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             for group in optimizer.param_groups:
@@ -177,11 +166,7 @@ def main() -> None:
         if step % 250 == 0 or progress >= 1 or step in (1, 2, 10, 50):
             seconds, steps = time.monotonic() - mark, step - mark_step
             tokens = steps * args.batch * args.length / seconds
-            held = (
-                heldout_loss(model, heldout, args.batch, torch.bfloat16, 256)
-                if step % 1000 == 0
-                else float("nan")
-            )
+            held = heldout_loss(model, heldout, args.batch, torch.bfloat16, 256) if step % 1000 == 0 else float("nan")
             print(
                 f"step {step}/{args.steps} epoch {epoch} train {running.item() / steps:.4f} held-out {held:.4f} "
                 f"{tokens / 1e3:.0f}K tokens/s {time.monotonic() - began:.0f} s",
@@ -192,16 +177,12 @@ def main() -> None:
     state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
     torch.save(state, checkpoint)
     weights = {
-        f"model.{k}": v.to(torch.bfloat16).contiguous()
-        for k, v in model.state_dict().items()
-        if k != "lm_head.weight"
+        f"model.{k}": v.to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"
     }
     save_file(weights, str(args.out / "model.safetensors"), metadata={"format": "pt"})
     model.load_state_dict({k: v.to(torch.bfloat16).float() for k, v in model.state_dict().items()})
     final = heldout_loss(model, heldout, args.batch, torch.bfloat16, args.heldout_rows)
-    print(
-        f"saved after step {step}; held-out loss of the bf16 weights {final:.4f}, perplexity {np.exp(final):.2f}"
-    )
+    print(f"saved after step {step}; held-out loss of the bf16 weights {final:.4f}, perplexity {np.exp(final):.2f}")
 
 
 if __name__ == "__main__":

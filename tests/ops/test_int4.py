@@ -48,9 +48,7 @@ def test_wrong_dtype_or_width_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group_size", [4, 24])
 @pytest.mark.parametrize("size", [1.0, 1e-5])  # 1e-5 is below the normal numbers of float16
-def test_dequantized_is_the_exact_product_rounded_once(
-    dtype: torch.dtype, group_size: int, size: float
-) -> None:
+def test_dequantized_is_the_exact_product_rounded_once(dtype: torch.dtype, group_size: int, size: float) -> None:
     q = _integers(6, 24)
     generator = torch.Generator().manual_seed(1)
     scale = (size * torch.rand(6, 24 // group_size, generator=generator)).to(torch.bfloat16)

@@ -22,9 +22,7 @@ def test_frozen_linear_is_a_product(kernels: Kernels, dtype: torch.dtype, output
         y = linear(x)
         assert y.dtype == dtype
         expected = x.double() @ weight.double().T
-        torch.testing.assert_close(
-            y.double(), expected, atol=1e-4 if dtype == torch.float32 else 1e-12, rtol=0
-        )
+        torch.testing.assert_close(y.double(), expected, atol=1e-4 if dtype == torch.float32 else 1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
@@ -40,9 +38,7 @@ def test_operations_agree_with_the_reference(kernels: Kernels, num_tokens: int) 
     torch.manual_seed(num_tokens)
     reference = Kernels.reference()
     q, k, v = (torch.randn(2, num_tokens, heads, 8) for heads in (6, 2, 2))
-    torch.testing.assert_close(
-        kernels.attention(q, k, v, None, True), reference.attention(q, k, v, None, True)
-    )
+    torch.testing.assert_close(kernels.attention(q, k, v, None, True), reference.attention(q, k, v, None, True))
     q, k, v = (torch.randn(2, num_tokens, heads, 8) for heads in (3, 3, 6))
     g, beta, state = -torch.rand(2, num_tokens, 6), torch.rand(2, num_tokens, 6), torch.randn(2, 6, 8, 8)
     o, window = kernels.gated_delta(q, k, v, g, beta, state_BHKV=state)

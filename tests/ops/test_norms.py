@@ -47,9 +47,7 @@ def test_rotation_is_a_complex_product() -> None:
                 pair = complex(x[0, t, h, i], x[0, t, h, i + rotary // 2])
                 real, imag = y[0, t, h, i], y[0, t, h, i + rotary // 2]
                 # the table is float32: angles up to 300 carry 2e-5
-                assert (
-                    abs(complex(real, imag) - pair * complex(math.cos(turn.imag), math.sin(turn.imag))) < 1e-4
-                )
+                assert abs(complex(real, imag) - pair * complex(math.cos(turn.imag), math.sin(turn.imag))) < 1e-4
     assert torch.equal(y[..., rotary:], x[..., rotary:])
     assert torch.equal(y[:, 0], x[:, 0])
     assert not torch.allclose(y[:, 1], x[:, 1], atol=0.1)
@@ -60,9 +58,7 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 1, 16)
 
     def score(query: int, key: int) -> float:
-        turned = [
-            rotate(x, *rotary_table(torch.tensor([[p]]), 16, 10_000.0)) for x, p in ((q, query), (k, key))
-        ]
+        turned = [rotate(x, *rotary_table(torch.tensor([[p]]), 16, 10_000.0)) for x, p in ((q, query), (k, key))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)

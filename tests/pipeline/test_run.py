@@ -22,7 +22,7 @@ from twofold.pipeline.artifact import partial_folder, read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.recipe import read_recipe
 from twofold.pipeline.run import run_pipeline, status
-from twofold.pipeline.stages import Stage, StageContext
+from twofold.pipeline.stage import Stage, StageContext
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,9 +100,7 @@ def test_killed_before_any_rename_and_resumed(recipe: ToyRecipe, tmp_path: Path)
         code = run_and_die(recipe, tmp_path / f"killed{nth}", nth)
         assert code in (0, -signal.SIGKILL)
         run(recipe, tmp_path / f"killed{nth}")
-        assert contents(tmp_path / f"killed{nth}") == contents(tmp_path / "whole"), (
-            f"killed before rename {nth}"
-        )
+        assert contents(tmp_path / f"killed{nth}") == contents(tmp_path / "whole"), f"killed before rename {nth}"
     assert nth > 12
 
 
@@ -196,15 +194,11 @@ def test_partial_work_for_another_config_is_discarded(recipe: ToyRecipe, tmp_pat
     stages = [STAGES[0], replace(STAGES[1], run=stop)]
     with pytest.raises(KeyboardInterrupt):
         run_pipeline(recipe, out, stages, stream)
-    assert (
-        "walk            interrupted, step 4 is kept; the same command goes on from here" in stream.getvalue()
-    )
+    assert "walk            interrupted, step 4 is kept; the same command goes on from here" in stream.getvalue()
     assert [(s.state, s.step) for s in status(out, STAGES)][1] == ("interrupted", 4)
     changed = replace(recipe, walk=replace(recipe.walk, factor=5))
     run_pipeline(changed, out, STAGES, stream)
-    assert (
-        "walk            the interrupted work was for another configuration: discarded" in stream.getvalue()
-    )
+    assert "walk            the interrupted work was for another configuration: discarded" in stream.getvalue()
     assert json.loads((out / "walk" / "numbers.json").read_text())[0] == expected_numbers(8, 5, 12)
 
 

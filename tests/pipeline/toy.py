@@ -15,7 +15,7 @@ from typing import Any
 from twofold.evaluation.gates import Gate
 from twofold.pipeline.recipe import read_recipe
 from twofold.pipeline.run import run_pipeline
-from twofold.pipeline.stages import Stage, StageContext
+from twofold.pipeline.stage import Stage, StageContext
 
 
 @dataclass(frozen=True, kw_only=True)

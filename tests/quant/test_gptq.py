@@ -46,9 +46,7 @@ def _gptq_in_float64(weight: Tensor, hessian: Tensor, scale: Tensor, group: int,
     return q.to(torch.int8)
 
 
-@pytest.mark.parametrize(
-    ("num_inputs", "group_size"), [(48, 8), (320, 32), (192, 192), (320, 160), (200, -1)]
-)
+@pytest.mark.parametrize(("num_inputs", "group_size"), [(48, 8), (320, 32), (192, 192), (320, 160), (200, -1)])
 def test_it_is_the_method_as_derived(num_inputs: int, group_size: int) -> None:
     scheme = QuantScheme(group_size=group_size)
     weight, h = _weight(6, num_inputs), _hessian(_inputs(1024, num_inputs))

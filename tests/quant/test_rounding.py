@@ -84,9 +84,7 @@ def test_a_largest_weight_below_zero_can_use_minus_eight() -> None:
 
 @pytest.mark.parametrize("scale_of", [minmax_scale, search_scale])
 @pytest.mark.parametrize("value", [0.0, 1e-42])
-def test_a_group_of_zeros_has_scale_one(
-    scale_of: Callable[[Tensor, QuantScheme], Tensor], value: float
-) -> None:
+def test_a_group_of_zeros_has_scale_one(scale_of: Callable[[Tensor, QuantScheme], Tensor], value: float) -> None:
     weight = _weight(2, 64)
     weight[1, :32] = value
     scheme = QuantScheme()

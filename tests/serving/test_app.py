@@ -76,8 +76,7 @@ def test_a_stream_says_the_same_as_the_whole(path: str) -> None:
     assert all(piece["usage"] is None for piece in rest)
     assert len({piece["id"] for piece in pieces}) == 1
     texts = [
-        piece["choices"][0]["delta"]["content"] if "chat" in path else piece["choices"][0]["text"]
-        for piece in rest
+        piece["choices"][0]["delta"]["content"] if "chat" in path else piece["choices"][0]["text"] for piece in rest
     ]
     assert "".join(texts) == "re: " + text
     assert "\ufffd" not in "".join(texts)

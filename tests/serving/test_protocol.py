@@ -141,9 +141,7 @@ def test_a_refusal_names_its_field(field: str, value: Any) -> None:
     assert field in error["message"]
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, 3, ["a", "b"], [1, "a"], [True], {"a": 1}, [[1], [2]], [["a"]], [1.5]]
-)
+@pytest.mark.parametrize("prompt", [None, 3, ["a", "b"], [1, "a"], [True], {"a": 1}, [[1], [2]], [["a"]], [1.5]])
 def test_a_wrong_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(ApiError, match="one text or one list of token ids"):
         parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode())

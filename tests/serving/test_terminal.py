@@ -34,9 +34,7 @@ def test_turns_add_up_until_reset() -> None:
 def test_quit_and_unknown_commands() -> None:
     answers, notes = talk(FakeEngine(), "/help", "/quit", "hello")
     assert answers == []
-    assert notes == [
-        "unknown command /help; /reset forgets the conversation, /quit ends; Ctrl-C stops an answer"
-    ]
+    assert notes == ["unknown command /help; /reset forgets the conversation, /quit ends; Ctrl-C stops an answer"]
 
 
 def test_a_conversation_that_no_longer_fits_is_said() -> None:

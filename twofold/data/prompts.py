@@ -1,9 +1,21 @@
 """Prompts: JSON lines with a "prompt" field, one conversation's user turn each."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from twofold.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig:
+    """`train` prompts are trained on; `heldout` ones only measured with."""
+
+    train: Path
+    heldout: Path
+    count: int = 400
+    heldout_count: int = 48
+    max_tokens: int = 192  # a longer prompt is an error
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
@@ -18,9 +30,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
             try:
                 prompt = json.loads(line)["prompt"]
             except (json.JSONDecodeError, KeyError, TypeError):
-                raise ValueError(
-                    f'{path}, line {number}: not a JSON object with a "prompt"; correct it'
-                ) from None
+                raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"; correct it') from None
             if not isinstance(prompt, str) or not prompt.strip():
                 raise ValueError(f"{path}, line {number}: the prompt is empty; remove the line")
             prompts.append(prompt)

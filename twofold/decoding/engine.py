@@ -94,8 +94,9 @@ class Engine:
             piece = text.push([token for token in cycle.token_ids if token not in eos])
             if text.stopped or ended or len(tokens) == limit:
                 break
-            yield Delta(text=piece, token_ids=tuple(tokens[given:]), logprobs=tuple(logprobs[given:]))
-            given = len(tokens)
+            upto = text.num_tokens  # tokens whose text is held back may not count in the end
+            yield Delta(text=piece, token_ids=tuple(tokens[given:upto]), logprobs=tuple(logprobs[given:upto]))
+            given = upto
         piece += text.flush()
         gained = (len(tokens) - 1) / max(1, cycles - 1)  # the first token is the prefill's
         if text.stopped:  # tokens whose text begins after the stop string do not count

@@ -92,9 +92,7 @@ def decode_cycle(
     return Cycle(token_ids, logits[0, : num_accepted + 1], num_accepted)
 
 
-def draft(
-    target: CausalLM, drafter: Drafter, sequence: Sequence, sampling: Sampling, num_tokens: int
-) -> Tensor:
+def draft(target: CausalLM, drafter: Drafter, sequence: Sequence, sampling: Sampling, num_tokens: int) -> Tensor:
     """[1, N] anchor and N - 1 guesses. Guesses at a temperature use the target's own noise, see `ops.sampling`."""
     assert sequence.draft_state is not None
     block = torch.full((1, num_tokens), drafter.config.mask_token_id, device=target.device)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from twofold.decoding.step import decode
 from twofold.models.causal_lm import CausalLM
@@ -10,6 +11,17 @@ from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
 
 Report = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """How much is measured: answers of up to `max_tokens` to `prompts` held-out prompts; the lossless check runs
+    `lossless_prompts` of them to exactly `max_tokens`, greedily and at `temperature`."""
+
+    prompts: int = 24
+    max_tokens: int = 128
+    lossless_prompts: int = 24
+    temperature: float = 0.8
 
 
 @dataclass
@@ -36,7 +48,7 @@ class Acceptance:
     def by_position(self) -> list[float]:
         """Of the cycles whose first k - 1 guesses were accepted, the share that accepted the k-th, k = 1, 2, ..."""
         reached = [sum(c for n, c in self.counts.items() if n >= k) for k in range(self.block_size)]
-        return [b / a if a else 0.0 for a, b in zip(reached, reached[1:], strict=False)]
+        return [b / a if a else 0.0 for a, b in pairwise(reached)]
 
 
 def measure_acceptance(
@@ -61,3 +73,44 @@ def measure_acceptance(
         answers.append(tokens)
         report(number, len(prompts), f"accept length {found.accept_length:.2f}")
     return found, answers
+
+
+@dataclass(frozen=True)
+class Losslessness:
+    """`divergences` counts answers whose speculative tokens differ from the plain ones; `near_ties` those of them
+    where the target's two best scores at the first difference are within `NEAR_TIE` of one another."""
+
+    prompts: int
+    tokens: int
+    divergences: int
+    near_ties: int
+
+
+NEAR_TIE = 1e-3
+
+
+def check_lossless(
+    target: CausalLM,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    samplings: Sequence[Sampling],
+    report: Report,
+) -> Losslessness:
+    """Exactly `max_tokens` tokens for every prompt and sampling, once with and once without the drafter."""
+    divergences = near_ties = done = 0
+    for sampling in samplings:
+        for prompt in prompts:
+            plain = list(decode(target, None, tuple(prompt), max_tokens, sampling))
+            speculative = decode(target, drafter, tuple(prompt), max_tokens, sampling)
+            got = [token for cycle in speculative for token in cycle.token_ids]
+            wanted = [token for cycle in plain for token in cycle.token_ids]
+            assert len(got) == len(wanted) == max_tokens
+            if got != wanted:
+                divergences += 1
+                first = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+                best = plain[first].logits[0].topk(2).values
+                near_ties += bool(best[0] - best[1] < NEAR_TIE)
+            done += 1
+            report(done, len(prompts) * len(samplings), f"{divergences} divergences")
+    return Losslessness(done, done * max_tokens, divergences, near_ties)

@@ -20,8 +20,7 @@ def fidelity(model: CausalLM, teacher: CausalLM, rows: PackedRows, batch_rows: i
         ids, positions = batch.token_ids_NT, batch.positions_NT
         counted = batch.answer_NT[:, 1:] & (positions[:, 1:] > 0)
         log_q, log_p = (
-            m.logits(m(ids, positions)[0][:, :-1][counted]).double().log_softmax(dim=-1)
-            for m in (model, teacher)
+            m.logits(m(ids, positions)[0][:, :-1][counted]).double().log_softmax(dim=-1) for m in (model, teacher)
         )
         kl += float((log_p.exp() * (log_p - log_q)).sum())
         agree += float((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum())

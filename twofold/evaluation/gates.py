@@ -35,9 +35,7 @@ class Gate:
         if self.passed:
             return f"{self.name} {_short(self.measured)}{error} {self.direction} {_short(self.threshold)}"
         if not math.isfinite(self.measured):
-            return (
-                f"{self.name} {self.measured} is no number; {self.direction} {_short(self.threshold)} asked"
-            )
+            return f"{self.name} {self.measured} is no number; {self.direction} {_short(self.threshold)} asked"
         sign = "<" if self.direction == ">=" else ">"
         missed_by = abs(self.threshold - self.measured)
         measured, threshold = _short(self.measured), _short(self.threshold)

@@ -63,21 +63,16 @@ def load_target(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kerne
     generation = read_json(generation_path) if generation_path.exists() else {}
     config = _model_config(folder / "config.json", hf, generation)
     quantization = hf.get("quantization_config") or hf.get("text_config", {}).get("quantization_config")
-    scheme = None if quantization is None else _scheme(folder / "config.json", quantization)
     tensors = own_names(read_tensors(folder), folder)
-
     with torch.device("meta"):
         model = CausalLM(config, kernels)
-    packed = {name.removesuffix(PACKED_PARTS[0]) for name in tensors if name.endswith(PACKED_PARTS[0])}
-    if scheme is None and packed:
-        raise ValueError(f"{folder}: {min(packed)} is packed, but config.json has no quantization_config")
-    if scheme is not None:
-        _check_packed(model, packed, quantization)
-        _install_packed(model, packed, scheme)
+    install_packed(model, tensors, quantization, folder)
+    expected = model.state_dict()
     if _is_tied(model):
+        del expected["lm_head.weight"]
         _drop_tied_head(tensors, folder)
-    _check_tensors(model, tensors, folder)
-    stored = {name: _stored_as(name, tensor, dtype) for name, tensor in tensors.items()}
+    check_tensors(expected, tensors, folder)
+    stored = {name: stored_as(name, tensor, dtype) for name, tensor in tensors.items()}
     model.load_state_dict(stored, strict=False, assign=True)
     if _is_tied(model):
         model.lm_head.weight = model.embed_tokens.weight
@@ -232,18 +227,41 @@ def _drop_tied_head(tensors: dict[str, Tensor], folder: Path) -> None:
         )
 
 
-def _scheme(path: Path, quantization: Mapping[str, Any]) -> QuantScheme:
+def install_packed(
+    module: nn.Module, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any] | None, folder: Path
+) -> None:
+    """Puts an empty `PackedLinear` where `tensors` has packed weights.
+
+    ValueError unless those layers are the ones that `quantization`, of config.json, says.
+    """
+    packed = {name.removesuffix(PACKED_PARTS[0]) for name in tensors if name.endswith(PACKED_PARTS[0])}
+    if quantization is None:
+        if packed:
+            raise ValueError(f"{folder}: {min(packed)} is packed, but config.json has no quantization_config")
+        return
     try:
-        return QuantScheme.from_compressed_tensors(quantization)
+        scheme = QuantScheme.from_compressed_tensors(quantization)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    _check_packed(module, packed, quantization)
+
+    def empty(name: str, linear: nn.Linear) -> nn.Module:
+        needed = [linear.out_features, linear.in_features]
+        scheme.validate(name, needed)
+        said = tensors.get(f"{name}.weight_shape")
+        if said is not None and said.tolist() != needed:
+            raise ValueError(f"{folder}: {name}.weight_shape says {said.tolist()}, where config.json needs {needed}")
+        with torch.device("meta"):
+            return PackedLinear(linear.in_features, linear.out_features, scheme, linear.bias is not None)
+
+    replace_linears(module, sorted(packed), empty)
 
 
-def _check_packed(model: CausalLM, packed: set[str], quantization: Mapping[str, Any]) -> None:
+def _check_packed(module: nn.Module, packed: set[str], quantization: Mapping[str, Any]) -> None:
     """ValueError unless the layers packed in the file are those that config.json says."""
     targets = [target for group in quantization["config_groups"].values() for target in group.get("targets", ())]
     ignore = quantization.get("ignore") or ()
-    linears = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    linears = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     for name in sorted(linears | packed):
         said = name in linears and _matches(name, targets) and not _matches(name, ignore)
         if said != (name in packed):
@@ -265,19 +283,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _install_packed(model: CausalLM, packed: set[str], scheme: QuantScheme) -> None:
-    def empty(name: str, linear: nn.Linear) -> nn.Module:
-        scheme.validate(name, linear.weight.shape)
-        with torch.device("meta"):
-            return PackedLinear(linear.in_features, linear.out_features, scheme, linear.bias is not None)
-
-    replace_linears(model, sorted(packed), empty)
-
-
-def _check_tensors(model: CausalLM, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    expected = model.state_dict()
-    if _is_tied(model):
-        del expected["lm_head.weight"]
+def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """ValueError, naming the tensor, unless `tensors` has the names and shapes of `expected`."""
     if missing := sorted(expected.keys() - tensors.keys()):
         raise ValueError(f"{folder} has no tensor {_some(missing)}; a shard may be missing, or config.json wrong")
     if unexpected := sorted(tensors.keys() - expected.keys()):
@@ -289,18 +296,14 @@ def _check_tensors(model: CausalLM, tensors: Mapping[str, Tensor], folder: Path)
             )
         if tensor.is_floating_point() != expected[name].is_floating_point():
             raise ValueError(f"{folder}: {name} is {tensor.dtype}, which is no dtype of this format")
-        if name.endswith(".weight_shape"):
-            layer = model.get_submodule(name.removesuffix(".weight_shape"))
-            needed = [layer.out_features, layer.in_features]
-            if tensor.tolist() != needed:
-                raise ValueError(f"{folder}: {name} says {tensor.tolist()}, where config.json needs {needed}")
 
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _stored_as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of a file as a model holds it: dense ones in `dtype`, packed ones as they are."""
     if name.endswith(".weight_scale"):
         try:
             return stored_scale(tensor)

@@ -81,13 +81,9 @@ class ModelConfig:
         if unknown := set(layer_types) - ({FULL, LINEAR} if hybrid else {FULL}):
             raise ValueError(f"layer_types {sorted(unknown)} are not supported for {model_type}")
         if len(layer_types) != num_layers:
-            raise ValueError(
-                f"layer_types lists {len(layer_types)} layers, num_hidden_layers says {num_layers}"
-            )
+            raise ValueError(f"layer_types lists {len(layer_types)} layers, num_hidden_layers says {num_layers}")
         head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-        partial = rope.get(
-            "partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0)
-        )
+        partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0))
         linear = hybrid and LINEAR in layer_types
         return ModelConfig(
             vocab_size=text["vocab_size"],

@@ -14,17 +14,32 @@ enters, so there is nothing to roll back.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from twofold.models.config import ModelConfig
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.state import KeyValueCache
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table, rotate
 
 KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """What is free to choose in a drafter; the rest follows from the target."""
+
+    num_layers: int = 5
+    intermediate_size: int = 9728
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +64,25 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]:
-            raise ValueError(
-                f"target_layer_ids {bad} are not layers of a target with {self.num_target_layers}"
-            )
+            raise ValueError(f"target_layer_ids {bad} are not layers of a target with {self.num_target_layers}")
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size}"
-            )
+            raise ValueError(f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size}")
         if self.block_size < 2:
             raise ValueError(f"block_size {self.block_size} drafts nothing; use 2 or more")
         if self.sliding_window is not None and self.sliding_window < self.block_size:
-            raise ValueError(
-                f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}"
-            )
+            raise ValueError(f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}")
+
+    @staticmethod
+    def for_target(target: ModelConfig, shape: DraftShape) -> "DrafterConfig":
+        return DrafterConfig(
+            hidden_size=target.hidden_size,
+            rope_theta=target.rope_theta,
+            rms_norm_eps=target.rms_norm_eps,
+            vocab_size=target.vocab_size,
+            num_target_layers=target.num_layers,
+            max_position_embeddings=target.max_position_embeddings,
+            **vars(shape),
+        )
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> "DrafterConfig":
@@ -88,9 +109,7 @@ class DrafterConfig:
                 sliding_window=config.get("sliding_window") if sliding else None,
             )
         except KeyError as error:
-            raise ValueError(
-                f"the drafter's config.json has no {error}; it is not a DFlash drafter"
-            ) from None
+            raise ValueError(f"the drafter's config.json has no {error}; it is not a DFlash drafter") from None
 
     def to_hf(self) -> dict[str, Any]:
         kind = "full_attention" if self.sliding_window is None else "sliding_attention"
@@ -165,6 +184,9 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
 
+    def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+        return self.self_attn.context(feature_BTD, cos, sin)
+
     def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
         x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
         return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
@@ -182,6 +204,17 @@ class DraftState:
 class Drafter(nn.Module):
     """Has neither embedding nor head: it borrows the target's."""
 
+    @staticmethod
+    def initialized(config: DrafterConfig, seed: int, kernels: Kernels | None = None) -> "Drafter":
+        """Matrices N(0, 0.02^2), norms 1."""
+        drafter = Drafter(config, kernels)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                if parameter.dim() == 2:
+                    parameter.normal_(std=0.02, generator=generator)
+        return drafter
+
     def __init__(self, config: DrafterConfig, kernels: Kernels | None = None) -> None:
         super().__init__()
         self.config = config
@@ -196,6 +229,10 @@ class Drafter(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
+    @property
+    def _layers(self) -> list[DraftLayer]:
+        return cast(list[DraftLayer], list(self.layers))
+
     def freeze(self) -> "Drafter":
         self.requires_grad_(False)
         freeze(self, self.kernels, self.norm.weight.dtype)
@@ -208,11 +245,9 @@ class Drafter(nn.Module):
         """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
         feature = self.hidden_norm(self.feature(torch.cat(list(taps), dim=-1))[0])
         cos, sin = self._table(positions_BT)
-        return [layer.self_attn.context(feature, cos, sin) for layer in self.layers]
+        return [layer.context(feature, cos, sin) for layer in self._layers]
 
-    def forward(
-        self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask_BNS: Tensor
-    ) -> Tensor:
+    def forward(self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask_BNS: Tensor) -> Tensor:
         """Hidden states [B, N, D] for the target's head; `mask_BNS` covers context and block keys, [B, N, S + N]."""
         cos, sin = self._table(positions_BN)
         for layer, context in zip(self.layers, contexts, strict=True):
@@ -245,9 +280,7 @@ class Drafter(nn.Module):
         first = 0 if window is None else max(0, int(state.lengths_B.min()) - window + 1)
         keys_S = torch.arange(first, state.bound, device=self.device)
         mask = self._visible(keys_S, positions_BN, state.lengths_B[:, None])
-        contexts = [
-            (c.k_BSGD[:, first : state.bound], c.v_BSGD[:, first : state.bound]) for c in state.caches
-        ]
+        contexts = [(c.k_BSGD[:, first : state.bound], c.v_BSGD[:, first : state.bound]) for c in state.caches]
         block = torch.ones(*mask.shape[:2], num_tokens, dtype=torch.bool, device=self.device)
         return self(block_BND, positions_BN, contexts, torch.cat((mask, block), dim=-1))
 

@@ -9,23 +9,30 @@ from torch import nn
 
 from twofold.models import checkpoint
 from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.folder import WEIGHTS, read_json, read_tensors
 from twofold.ops.kernels import Kernels
 from twofold.quant.linear import PackedLinear
 
 
-def packable_linears(config: DrafterConfig) -> list[str]:
-    """Names of the layers that are quantized: `fc`, and attention and MLP of every layer."""
-    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
-    names = [f"self_attn.{p}" for p in parts] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    return ["fc", *(f"layers.{i}.{name}" for i in range(config.num_layers) for name in names)]
+def packable_groups(config: DrafterConfig) -> list[list[str]]:
+    """Names of the layers that are quantized, in the order in which they compute; a group has one input.
+
+    They are `fc`, and attention and MLP of every layer.
+    """
+    attention, mlp = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    groups = [["fc"]]
+    for i in range(config.num_layers):
+        groups += [[f"layers.{i}.self_attn.{name}" for name in attention], [f"layers.{i}.self_attn.o_proj"]]
+        groups += [[f"layers.{i}.mlp.{name}" for name in mlp], [f"layers.{i}.mlp.down_proj"]]
+    return groups
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> Drafter:
     """The drafter in `folder`; ValueError as for `load_target`."""
-    hf = checkpoint.read_json(folder / "config.json")
+    hf = read_json(folder / "config.json")
     config = DrafterConfig.from_hf(hf)
     quantization = hf.get("quantization_config")
-    tensors = checkpoint.read_tensors(folder)
+    tensors = read_tensors(folder)
     with torch.device("meta"):
         drafter = Drafter(config, kernels)
     checkpoint.install_packed(drafter, tensors, quantization, folder)
@@ -47,5 +54,5 @@ def save_drafter(drafter: Drafter, folder: Path) -> None:
         for name, tensor in drafter.state_dict().items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / checkpoint.WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

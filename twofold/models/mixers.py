@@ -52,9 +52,7 @@ class Attention(nn.Module):
         self.output = Projections(self, "o_proj")
 
     def forward(self, x_BTD: Tensor, place: Place, cache: KeyValueCache | None) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True)
-        )
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True))
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
         q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)

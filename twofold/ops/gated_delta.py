@@ -85,14 +85,11 @@ class UnitTriangularInverse(torch.autograd.Function):
         half = 1
         while half < size:
             blocks = (size // (2 * half), 2, half)
-            grid = inverse.unflatten(-1, blocks).unflatten(
-                -4, blocks
-            )  # [..., block, part, row, block, part, column]
+            grid = inverse.unflatten(-1, blocks).unflatten(-4, blocks)  # [..., block, part, row, block, part, column]
             own = torch.diagonal(grid, dim1=-6, dim2=-3)  # [..., part, row, part, column, block]
             below = torch.diagonal(mix.unflatten(-1, blocks).unflatten(-4, blocks), dim1=-6, dim2=-3)
             p, q, r = (
-                x.movedim(-1, -3)
-                for x in (own[..., 0, :, 0, :, :], own[..., 1, :, 1, :, :], below[..., 1, :, 0, :, :])
+                x.movedim(-1, -3) for x in (own[..., 0, :, 0, :, :], own[..., 1, :, 1, :, :], below[..., 1, :, 0, :, :])
             )
             own[..., 1, :, 0, :, :].copy_((-q @ r @ p).movedim(-3, -1))
             half *= 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,7 @@ def _blocked_linear(weight_NK: Tensor) -> Linear:
     return apply
 
 
-def _delta_outside_autocast(
-    *tensors: Tensor, **optional: Tensor | None
-) -> tuple[Tensor, gated_delta.DeltaWindow]:
+def _delta_outside_autocast(*tensors: Any, **optional: Any) -> tuple[Tensor, gated_delta.DeltaWindow]:
     """The recurrence keeps its float32 products when the layers around it are trained in bf16."""
     with torch.autocast("cuda", enabled=False):
         return gated_delta.gated_delta(*tensors, **optional)

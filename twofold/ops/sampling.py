@@ -50,9 +50,7 @@ def gumbel_noise(seeds_B: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
     return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))  # 23 bits and a half: never 0, never 1
 
 
-def choose(
-    logits_BTV: Tensor, positions_BT: Tensor, sampling: Sampling, seeds_B: Tensor | None = None
-) -> Tensor:
+def choose(logits_BTV: Tensor, positions_BT: Tensor, sampling: Sampling, seeds_B: Tensor | None = None) -> Tensor:
     """The token [B, T] for each position that is being filled: argmax, or a sample at that position's noise.
 
     `seeds_B` gives each row its own seed in place of `sampling.seed`.

@@ -82,9 +82,7 @@ def read_artifact(folder: Path, *, hashes: bool = False) -> Manifest:
             raise ValueError(f"{path} is missing; {_remedy(folder)}")
         size = path.stat().st_size
         if size != listed["bytes"]:
-            raise ValueError(
-                f"{path} is damaged ({size} bytes, written were {listed['bytes']}); {_remedy(folder)}"
-            )
+            raise ValueError(f"{path} is damaged ({size} bytes, written were {listed['bytes']}); {_remedy(folder)}")
         if hashes and file_digest(path) != listed["sha256"]:
             raise ValueError(f"{path} is damaged (its sha256 differs); {_remedy(folder)}")
     return manifest

@@ -33,9 +33,7 @@ def plain(value: object, path: Callable[[Path], Json] = str) -> Json:
     return value
 
 
-def stage_digest(
-    *, kind: str, config: Json, seed: int, parents: Mapping[str, str], stage_version: int
-) -> str:
+def stage_digest(*, kind: str, config: Json, seed: int, parents: Mapping[str, str], stage_version: int) -> str:
     """Hex sha256 that two runs share exactly when the stage would compute the same thing."""
     content = {
         "kind": kind,

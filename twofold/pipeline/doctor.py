@@ -69,9 +69,7 @@ def _cpu() -> Finding:
     flags = _flags()
     fast = [name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags]
     native = f"bf16 in hardware ({', '.join(fast)})" if fast else "no bf16 in hardware: fp32 is used"
-    text = (
-        f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}; {native}"
-    )
+    text = f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}; {native}"
     return Finding(name="cpu", mark="info", text=text)
 
 

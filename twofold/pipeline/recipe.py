@@ -9,105 +9,58 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from twofold.data.generate import GenerateConfig
+from twofold.data.prompts import PromptsConfig
+from twofold.evaluation.acceptance import EvaluateConfig
+from twofold.evaluation.latency import BenchConfig
+from twofold.models.drafter import DraftShape
+from twofold.quant.calibrate import DraftQuantizeConfig
+from twofold.quant.scheme import QuantScheme
+from twofold.training.distill import DistillConfig
+from twofold.training.draft import DraftConfig
+
 C = TypeVar("C")
-
-
-# Placeholders of the stages' configs, to be replaced by imports from beside the stages' code.
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptsConfig:
-    train: Path
-    heldout: Path
-    count: int = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    max_new_tokens: int = 256
-    temperature: float = 0.7
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizeConfig:
-    group_size: int = 32
-    method: Literal["round", "awq"] = "awq"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillConfig:
-    steps: int = 400
-    learning_rate: float = 2e-5
-    warmup: float = 0.03
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    sequence_length: int = 512
-    batch_size: int = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackConfig:
-    pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftConfig:
-    steps: int = 400
-    learning_rate: float = 1e-3
-    anchors: int = 64
-    gamma: float = 7.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftQuantizeConfig:
-    group_size: int = 32
-    damping: float = 0.01
-    conversations: int = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    prompts: int = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    repeats: int = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatesConfig:
     """Thresholds; they enter no stage's digest, so changing one measures nothing anew."""
 
-    kl_recovery: float = 0.2
-    speedup: float = 1.0
+    kl_recovery: float = 0.4
+    top1: float = 0.9
+    accept_length: float = 2.0
+    speedup: float = 1.5
     divergences: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole run. Sections bear the names of the stages; a `Path` is relative to the recipe's file."""
+    """A whole run. Sections bear the names of the stages; a `Path` is relative to the recipe's file.
+
+    `drafter` is a folder to start stage 1 from; without it the drafter starts from noise, in the shape of [draft].
+    """
 
     name: str
     model: Path
+    drafter: Path | None = None
     seed: int = 0
     prompts: PromptsConfig
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
-    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    pack: PackConfig = field(default_factory=PackConfig)
-    regenerate: GenerateConfig = field(default_factory=GenerateConfig)
-    draft_pretrain: DraftConfig = field(default_factory=DraftConfig)
-    draft_finetune: DraftConfig = field(default_factory=DraftConfig)
-    draft_quantize: DraftQuantizeConfig = field(default_factory=DraftQuantizeConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    gates: GatesConfig = field(default_factory=GatesConfig)
+    generate: GenerateConfig = GenerateConfig()
+    quantize: QuantScheme = QuantScheme()
+    distill: DistillConfig
+    regenerate: GenerateConfig = GenerateConfig()
+    draft: DraftShape | None = None
+    draft_pretrain: DraftConfig
+    draft_finetune: DraftConfig
+    draft_quantize: DraftQuantizeConfig = DraftQuantizeConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    bench: BenchConfig = BenchConfig()
+    gates: GatesConfig = GatesConfig()
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -124,9 +77,7 @@ def find_recipe(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.is_file():
         return path
-    raise ValueError(
-        f"no recipe {name_or_path!r}: neither a file nor built in; built in are: {', '.join(builtin)}"
-    )
+    raise ValueError(f"no recipe {name_or_path!r}: neither a file nor built in; built in are: {', '.join(builtin)}")
 
 
 def load_recipe(name_or_path: str) -> Recipe:

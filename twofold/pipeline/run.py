@@ -24,7 +24,7 @@ from twofold.pipeline.artifact import (
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.digest import ContentDigests, Json, plain, stage_digest, write_atomically
 from twofold.pipeline.progress import Progress, duration
-from twofold.pipeline.stages import Stage, StageContext
+from twofold.pipeline.stage import Stage, StageContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,49 +1,98 @@
-"""The stages of a run, in order. Adding one: write its function, add a line to STAGES.
+"""The stages of a run, in order. Adding one: write its function, add an entry here."""
 
-A stage is a function of (config, seed, input artifacts) that fills a folder and returns its metrics. It
-reads nothing else of the recipe: what it depends on is what `config` selects, and that is in its digest.
-"""
+from collections.abc import Callable
+from typing import Any
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-from twofold.evaluation.gates import Gate
-from twofold.pipeline.checkpoint import Checkpoints
-from twofold.pipeline.digest import Json
-
-C = TypeVar("C")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageContext(Generic[C]):
-    """What a stage's function is given. `report` and `checkpoints.save` suit a training loop as they are."""
-
-    config: C
-    seed: int
-    inputs: dict[str, Path]  # parent stage -> its finished artifact
-    output: Path  # fill this; all in it belongs to the artifact, except checkpoints.folder
-    checkpoints: Checkpoints  # go on from checkpoints.latest() if there is one
-    report: Callable[[int, int, str], None]  # (done, total, note) of the progress
+from twofold.pipeline.draft_stages import Start, finetune, pretrain, quantize_drafter
+from twofold.pipeline.measure_stages import bench, evaluate, quality_gates, report, speed_gates
+from twofold.pipeline.recipe import Recipe
+from twofold.pipeline.stage import Stage
+from twofold.pipeline.target_stages import (
+    With,
+    generate_answers,
+    heal,
+    pack_target,
+    prompts,
+    quantize,
+    regenerate_answers,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage(Generic[C]):
-    """`config` selects from the recipe what the stage depends on; `version` is raised when its code changes
-    what it computes. `gates` are checked when it finishes and at every later run, from the stored metrics.
-    Files named in `publish` are copied to the run's own folder, for other tools to find."""
-
-    name: str
-    version: int
-    config: Callable[[Any], C]
-    run: Callable[[StageContext[C]], dict[str, Json]]
-    parents: tuple[str, ...] = ()
-    gates: Callable[[Any, dict[str, Json]], Sequence[Gate]] | None = None  # (recipe, metrics)
-    publish: tuple[str, ...] = ()
-    unit: str = "steps"
+def _with_model(select: Callable[[Recipe], Any]) -> Callable[[Recipe], With[Any]]:
+    return lambda recipe: With(model=recipe.model, own=select(recipe))
 
 
-STAGES: tuple[Stage[Any], ...] = ()
+def _start(recipe: Recipe) -> Start:
+    return Start(drafter=recipe.drafter, shape=recipe.draft, training=recipe.draft_pretrain)
+
+
+STAGES: tuple[Stage[Any], ...] = (
+    Stage(name="prompts", version=1, config=_with_model(lambda r: r.prompts), run=prompts),
+    Stage(
+        name="generate",
+        version=1,
+        config=_with_model(lambda r: r.generate),
+        run=generate_answers,
+        parents=("prompts",),
+        unit="answers",
+    ),
+    Stage(name="quantize", version=1, config=_with_model(lambda r: r.quantize), run=quantize, unit="layers"),
+    Stage(
+        name="distill",
+        version=1,
+        config=_with_model(lambda r: r.distill),
+        run=heal,
+        parents=("generate", "quantize"),
+    ),
+    Stage(name="pack", version=1, config=lambda r: r.model, run=pack_target, parents=("quantize", "distill")),
+    Stage(
+        name="regenerate",
+        version=1,
+        config=lambda r: r.regenerate,
+        run=regenerate_answers,
+        parents=("prompts", "pack"),
+        unit="answers",
+    ),
+    Stage(name="draft_pretrain", version=1, config=_with_model(_start), run=pretrain, parents=("generate",)),
+    Stage(
+        name="draft_finetune",
+        version=1,
+        config=lambda r: r.draft_finetune,
+        run=finetune,
+        parents=("pack", "regenerate", "draft_pretrain"),
+    ),
+    Stage(
+        name="draft_quantize",
+        version=1,
+        config=lambda r: r.draft_quantize,
+        run=quantize_drafter,
+        parents=("pack", "regenerate", "draft_finetune"),
+        unit="groups",
+    ),
+    Stage(
+        name="evaluate",
+        version=1,
+        config=_with_model(lambda r: r.evaluate),
+        run=evaluate,
+        parents=("generate", "quantize", "pack", "draft_pretrain", "draft_finetune", "draft_quantize"),
+        gates=quality_gates,
+        unit="answers",
+    ),
+    Stage(
+        name="bench",
+        version=1,
+        config=_with_model(lambda r: r.bench),
+        run=bench,
+        parents=("generate", "pack", "draft_finetune", "draft_quantize"),
+        gates=speed_gates,
+        unit="rounds",
+    ),
+    Stage(
+        name="report",
+        version=1,
+        config=lambda r: r,
+        run=report,
+        parents=("distill", "evaluate", "bench"),
+        publish=("report.json", "report.html"),
+    ),
+)

@@ -24,9 +24,7 @@ _LARGEST_DAMPING = 1.0
 class Hessian:
     """Running H = 2/n sum_t x_t x_t^T over the inputs of one layer, [K, K]."""
 
-    def __init__(
-        self, num_inputs: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, num_inputs: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:
         self.num_tokens = 0
         self._sum_KK = torch.zeros(num_inputs, num_inputs, dtype=dtype, device=device)
 
@@ -78,9 +76,7 @@ def gptq(
     scheme.validate("weight", weight_NK.shape)
     num_inputs = weight_NK.shape[1]
     if tuple(hessian_KK.shape) != (num_inputs, num_inputs):
-        raise ValueError(
-            f"a weight with {num_inputs} inputs needs H that large, got {list(hessian_KK.shape)}"
-        )
+        raise ValueError(f"a weight with {num_inputs} inputs needs H that large, got {list(hessian_KK.shape)}")
     if not bool(torch.isfinite(hessian_KK).all()):
         raise ValueError("H has NaN or infinity; the inputs of this layer overflowed during calibration")
     group = scheme.group_length(num_inputs)

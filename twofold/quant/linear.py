@@ -159,9 +159,7 @@ class PackedLinear(nn.Module):
             return F.linear(x, self.dense_weight(x.dtype), self.bias)
         assert self.weight_dense is not None, "load a state dict or use from_integers before the first call"
         if x.dtype != self.weight_dense.dtype:
-            raise ValueError(
-                f"packed for {self.weight_dense.dtype} but called with {x.dtype}; set cache_dtype to it"
-            )
+            raise ValueError(f"packed for {self.weight_dense.dtype} but called with {x.dtype}; set cache_dtype to it")
         return F.linear(x, self.weight_dense, self.bias)
 
     def extra_repr(self) -> str:
@@ -172,9 +170,7 @@ class PackedLinear(nn.Module):
             self.weight_dense = self.dense_weight(self.cache_dtype)
 
 
-def replace_linears(
-    module: nn.Module, names: Iterable[str], make: Callable[[str, nn.Linear], nn.Module]
-) -> None:
+def replace_linears(module: nn.Module, names: Iterable[str], make: Callable[[str, nn.Linear], nn.Module]) -> None:
     """Put `make(name, linear)` in the place of each nn.Linear of `module` that `names` lists by dotted name.
 
     Raises ValueError for a name that is not there or is no nn.Linear, before anything is replaced.

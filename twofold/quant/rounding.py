@@ -107,9 +107,7 @@ def _widest(w_NGg: Tensor) -> Tensor:
     amax_NG = torch.maximum(w_NGg.amax(-1), -w_NGg.amin(-1))
     if not bool(torch.isfinite(amax_NG).all()):
         row = int((~torch.isfinite(amax_NG)).any(-1).nonzero()[0])
-        raise ValueError(
-            f"the weight has NaN or infinity in output row {row}; check the checkpoint it came from"
-        )
+        raise ValueError(f"the weight has NaN or infinity in output row {row}; check the checkpoint it came from")
     return amax_NG / QMAX
 
 

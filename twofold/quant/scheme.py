@@ -24,9 +24,7 @@ class QuantScheme:
         if not self.symmetric:
             raise ValueError("asymmetric quantization is not supported; use symmetric = true")
         if self.group_size != CHANNEL and self.group_size < 1:
-            raise ValueError(
-                f"group_size = {self.group_size} is no group; use a positive number, or -1 for channels"
-            )
+            raise ValueError(f"group_size = {self.group_size} is no group; use a positive number, or -1 for channels")
 
     def group_length(self, num_inputs: int) -> int:
         """Inputs to a scale in a layer of `num_inputs` inputs."""

@@ -50,9 +50,7 @@ def create_app(engine: Engine) -> Starlette:
     async def answer(request: Request, call: Call) -> Response:
         check_model(call.model)
         prompt_ids = await asyncio.to_thread(_prompt_ids, engine, call)
-        wanted = to_request(
-            call, prompt_ids, vocab_size=engine.tokenizer.vocab_size, max_context=engine.max_context
-        )
+        wanted = to_request(call, prompt_ids, vocab_size=engine.tokenizer.vocab_size, max_context=engine.max_context)
         shape = Answer(
             model=engine.model_name,
             chat=call.messages is not None,

@@ -109,9 +109,7 @@ def parse_completion(body: bytes) -> Call:
     return _call(
         fields,
         prompt=_prompt(fields.get("prompt")),
-        max_tokens=_field(
-            fields, "max_tokens", _COMPLETION_TOKENS, _integer(1), "a whole number of at least 1"
-        ),
+        max_tokens=_field(fields, "max_tokens", _COMPLETION_TOKENS, _integer(1), "a whole number of at least 1"),
         logprobs=logprobs is not None and logprobs is not False,
     )
 
@@ -224,9 +222,7 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
     return _field(fields, name, False, lambda value: value if type(value) is bool else None, "true or false")
 
 
-def _field(
-    fields: Mapping[str, Any], name: str, default: T, read: Callable[[Any], T | None], expected: str
-) -> T:
+def _field(fields: Mapping[str, Any], name: str, default: T, read: Callable[[Any], T | None], expected: str) -> T:
     """The field's value; `default` if it is absent or null. `read` gives None for what is not `expected`."""
     value = fields.get(name)
     if value is None:

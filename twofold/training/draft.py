@@ -103,17 +103,13 @@ def train_drafter(
         weights = blocks.valid_BAK * block_weights(block_size, config.gamma, target.device)
         return weighted_cross_entropy(logits.flatten(0, 2), blocks.labels_BAK.flatten(), weights.flatten())
 
-    history = train(
-        dict(drafter.named_parameters()), loss_at, config.optimizer, checkpoints, report, validate
-    )
+    history = train(dict(drafter.named_parameters()), loss_at, config.optimizer, checkpoints, report, validate)
     drafter.requires_grad_(False)
     return history
 
 
 @torch.no_grad()
-def teacher_forced_acceptance(
-    drafter: Drafter, target: CausalLM, rows: PackedRows, num_anchors: int
-) -> float:
+def teacher_forced_acceptance(drafter: Drafter, target: CausalLM, rows: PackedRows, num_anchors: int) -> float:
     """Mean accept length when every anchor's block is judged by the text in `rows`: 1 + guesses right in a row.
 
     On the target's own greedy text this is what greedy decoding gives, anchors weighted equally.

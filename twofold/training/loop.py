@@ -103,7 +103,7 @@ def train(
 
 def _store(
     folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, history: History
-) -> None:  # noqa: E501
+) -> None:
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensors[name] = parameter.detach()
@@ -113,18 +113,14 @@ def _store(
     (folder / "history.json").write_text(json.dumps(history))
 
 
-def _restore(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> History:
+def _restore(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> History:
     tensors = load_file(str(folder / "training.safetensors"))
-    state: dict[nn.Parameter, dict[str, Any]] = {}
+    state: dict[Tensor, dict[str, Any]] = {}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
             state[parameter] = {
-                key.removeprefix(f"{name}/"): value.to(parameter.device)
-                if not key.endswith("/step")
-                else value
+                key.removeprefix(f"{name}/"): value.to(parameter.device) if not key.endswith("/step") else value
                 for key, value in tensors.items()
                 if key.startswith(f"{name}/")
             }

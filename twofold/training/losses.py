@@ -20,7 +20,7 @@ class LinearKL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, student_MD: Tensor, head_VD: Tensor, teacher_MD: Tensor, teacher_head_VD: Tensor, chunk: int
-    ) -> Tensor:  # noqa: E501
+    ) -> Tensor:
         vocab, num = len(head_VD), len(student_MD)
         starts = range(0, vocab, chunk)
 
@@ -52,9 +52,7 @@ class LinearKL(torch.autograd.Function):
         return grads[0] * grad, None, None, None, None
 
 
-def linear_kl(
-    student_MD: Tensor, head_VD: Tensor, teacher_MD: Tensor, teacher_head_VD: Tensor, chunk: int
-) -> Tensor:
+def linear_kl(student_MD: Tensor, head_VD: Tensor, teacher_MD: Tensor, teacher_head_VD: Tensor, chunk: int) -> Tensor:
     """See `LinearKL`; `chunk` vocabulary rows at a time."""
     loss = LinearKL.apply(student_MD, head_VD, teacher_MD, teacher_head_VD, chunk)
     assert isinstance(loss, Tensor)

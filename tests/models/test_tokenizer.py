@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import twofold
-from twofold.data.tokenizer import Tokenizer
+from twofold.models.tokenizer import Tokenizer
 
 POCKET = Path(twofold.__file__).parent / "assets" / "pocket"
 

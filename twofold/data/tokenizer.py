@@ -1,1 +1,0 @@
-from twofold.models.tokenizer import Tokenizer as Tokenizer

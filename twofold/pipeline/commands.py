@@ -1,0 +1,79 @@
+"""What the commands do with a finished run."""
+
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from twofold.decoding.engine import Engine
+from twofold.evaluation.acceptance import EvaluateConfig
+from twofold.evaluation.latency import BenchConfig
+from twofold.models.tokenizer import Tokenizer
+from twofold.pipeline import measure_stages
+from twofold.pipeline.artifact import read_artifact
+from twofold.pipeline.checkpoint import Checkpoints
+from twofold.pipeline.digest import Json
+from twofold.pipeline.draft_stages import load_draft
+from twofold.pipeline.progress import Progress
+from twofold.pipeline.recipe import load_config
+from twofold.pipeline.stage import StageContext
+from twofold.pipeline.target_stages import With, load_frozen
+
+C = TypeVar("C")
+
+
+def load_engine(directory: Path) -> Engine:
+    """The quantized target and drafter of a run. ValueError when a stage they need is not finished."""
+    target, drafter = _finished(directory, "pack"), _finished(directory, "draft_quantize")
+    return Engine(
+        load_frozen(target),
+        load_draft(drafter).freeze(),
+        Tokenizer.load(target),
+        model_name=directory.resolve().name,
+    )
+
+
+def bench(directory: Path) -> Json:
+    """Measures the ledger again, with the settings of the run, prints and returns it."""
+    context = _again(directory, "bench", BenchConfig)
+    measured = measure_stages.bench(context)
+    for setting, variants in measured.items():
+        baseline = variants[measure_stages.LEDGER[0]]["total_ms"]
+        for name, latency in variants.items():
+            print(
+                f"{setting:<8}{name:<16}{latency['ttft_ms']:>9.1f} ms first {latency['ms_per_token']:>8.2f} ms/token "
+                f"{latency['total_ms']:>9.1f} ms total {baseline / latency['total_ms']:>6.2f}x "
+                f"accept length {latency['accept_length']:.2f}"
+            )
+    return measured
+
+
+def evaluate(directory: Path) -> Json:
+    """Measures quality, acceptance and losslessness again, with the settings of the run, prints and returns them."""
+    measured = measure_stages.evaluate(_again(directory, "evaluate", EvaluateConfig))
+    for name, figures in measured.items():
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if not isinstance(value, list))
+        print(f"{name:<10}{shown}")
+    return measured
+
+
+def _finished(directory: Path, stage: str) -> Path:
+    if not (directory / stage).is_dir():
+        raise ValueError(
+            f"{directory} has no finished stage {stage!r}; go on with: twofold run RECIPE --out {directory}"
+        )
+    read_artifact(directory / stage)
+    return directory / stage
+
+
+def _again(directory: Path, stage: str, cls: type[C]) -> StageContext[With[C]]:
+    """The context in which a finished stage was run, to run it once more beside its artifact."""
+    manifest = read_artifact(_finished(directory, stage))
+    own = load_config(cls, manifest.config["own"], f"{directory / stage}")
+    return StageContext(
+        config=With(model=Path(manifest.config["model"]), own=own),
+        seed=manifest.seed,
+        inputs={name: _finished(directory, name) for name in manifest.parents},
+        output=directory,
+        checkpoints=Checkpoints(directory / ".again"),
+        report=Progress(stage, 0, "steps", sys.stderr),
+    )

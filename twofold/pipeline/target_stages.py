@@ -1,0 +1,157 @@
+"""Stages that make the target: prompts, generate, quantize, distill, pack, regenerate."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from twofold.data.conversations import (
+    Conversation,
+    PackedRows,
+    load_conversations,
+    pack,
+    save_conversations,
+)
+from twofold.data.generate import GenerateConfig, generate
+from twofold.data.prompts import PromptsConfig, read_prompts, tokenize_prompts
+from twofold.evaluation.fidelity import fidelity
+from twofold.models.causal_lm import CausalLM
+from twofold.models.checkpoint import load_target, packable_linears, save_target
+from twofold.models.tokenizer import Tokenizer
+from twofold.ops.kernels import Kernels
+from twofold.pipeline.digest import Json
+from twofold.pipeline.stage import StageContext
+from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
+from twofold.quant.rounding import fake_quantize, search_scale
+from twofold.quant.scheme import QuantScheme
+from twofold.training.distill import DistillConfig, distill
+
+C = TypeVar("C")
+Metrics = dict[str, Json]
+TRAIN, HELDOUT = "train.safetensors", "heldout.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class With(Generic[C]):
+    """A stage's own config and the original model that it also depends on."""
+
+    model: Path
+    own: C
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(folder: Path) -> CausalLM:
+    return load_target(folder, torch.float32, Kernels.auto(device())).to(device())
+
+
+def load_frozen(folder: Path) -> CausalLM:
+    return load(folder).freeze()
+
+
+def prompts(context: StageContext[With[PromptsConfig]]) -> Metrics:
+    """Reads and tokenizes the prompts, all errors first."""
+    config, tokenizer = context.config.own, Tokenizer.load(context.config.model)
+    metrics: Metrics = {}
+    for name, path, count in (
+        (TRAIN, config.train, config.count),
+        (HELDOUT, config.heldout, config.heldout_count),
+    ):
+        ids = tokenize_prompts(read_prompts(path, count), tokenizer, config.max_tokens)
+        save_conversations([Conversation(i, []) for i in ids], context.output / name)
+        metrics[name.removesuffix(".safetensors")] = len(ids)
+    return metrics
+
+
+def _answer(model: CausalLM, config: GenerateConfig, context: StageContext[Any]) -> Metrics:
+    tokens = 0
+    for name, seed in ((HELDOUT, context.seed + 1_000_000), (TRAIN, context.seed)):
+        asked = [c.prompt_ids for c in load_conversations(context.inputs["prompts"] / name)]
+        answered = generate(model, asked, config, seed, context.report)
+        save_conversations(answered, context.output / name)
+        tokens += sum(len(c.answer_ids) for c in answered)
+    return {"answer_tokens": tokens}
+
+
+def generate_answers(context: StageContext[With[GenerateConfig]]) -> Metrics:
+    """The original model answers the prompts."""
+    return _answer(load_frozen(context.config.model), context.config.own, context)
+
+
+def regenerate_answers(context: StageContext[GenerateConfig]) -> Metrics:
+    """The quantized and healed target answers them."""
+    return _answer(load_frozen(context.inputs["pack"]), context.config, context)
+
+
+def quantize(context: StageContext[With[QuantScheme]]) -> Metrics:
+    """Rounds to nearest with searched scales: the grid, and the quality that post-training quantization gives."""
+    model, scheme = load(context.config.model), context.config.own
+    names = packable_linears(model.config)
+    for name in names:  # all shapes before any work
+        scheme.validate(name, model.get_parameter(f"{name}.weight").shape)
+    errors: dict[str, float] = {}
+
+    def rounded(name: str, linear: torch.nn.Linear) -> PackedLinear:
+        weight = linear.weight.detach()
+        scale = search_scale(weight, scheme)
+        lost = fake_quantize(weight, scale, scheme) - weight
+        errors[name] = float(lost.norm() / weight.norm())
+        context.report(len(errors), len(names), f"relative error {errors[name]:.3f}")
+        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, scale, scheme))
+
+    replace_linears(model, names, rounded)
+    save_target(model, context.output, context.config.model)
+    worst = max(errors, key=lambda name: errors[name])
+    mean = sum(errors.values()) / len(errors)
+    return {"layers": len(names), "mean_error": mean, "worst_layer": worst, "worst_error": errors[worst]}
+
+
+def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
+    return pack(load_conversations(context.inputs["generate"] / HELDOUT), context.config.own.row_length)
+
+
+def fake_quantized(model: CausalLM, grid: CausalLM) -> CausalLM:
+    """`model` with every layer that is packed in `grid` fake-quantized on that layer's scales."""
+
+    def on_grid(name: str, linear: torch.nn.Linear) -> FakeQuantLinear:
+        packed = grid.get_submodule(name)
+        assert isinstance(packed, PackedLinear)
+        return FakeQuantLinear.from_linear(linear, packed.weight_scale, packed.scheme)
+
+    names = [name for name, layer in grid.named_modules() if isinstance(layer, PackedLinear)]
+    replace_linears(model, names, on_grid)
+    return model.to(device())
+
+
+def heal(context: StageContext[With[DistillConfig]]) -> Metrics:
+    """Quantization-aware distillation from the original model, on its own answers."""
+    config = context.config.own
+    teacher = load_frozen(context.config.model)
+    student = fake_quantized(load(context.config.model), load(context.inputs["quantize"]))
+    rows = pack(load_conversations(context.inputs["generate"] / TRAIN), config.row_length)
+    heldout = _heldout_rows(context)
+
+    def validate() -> dict[str, float]:
+        return fidelity(student, teacher, heldout)
+
+    history = distill(student, teacher, rows, config, context.seed, context.checkpoints, context.report, validate)
+    weights = {name: p.detach().cpu().contiguous() for name, p in student.named_parameters()}
+    save_file({k: v for k, v in weights.items() if k != "lm_head.weight"}, str(context.output / "student.safetensors"))
+    return {"curve": [dict(entry) for entry in history]}
+
+
+def pack_target(context: StageContext[Path]) -> Metrics:
+    """The healed weights on their grid, as a compressed-tensors folder that other engines read."""
+    student = fake_quantized(load(context.config), load(context.inputs["quantize"]))
+    healed = load_file(str(context.inputs["distill"] / "student.safetensors"))
+    missing, unexpected = student.load_state_dict(healed, strict=False)
+    assert not unexpected, unexpected
+    assert all(name.endswith(("scale", "lm_head.weight")) for name in missing), missing
+    names = pack_linears(student)
+    save_target(student, context.output, context.config)
+    size = (context.output / "model.safetensors").stat().st_size
+    return {"layers": len(names), "bytes": size, "bytes_before": (context.config / "model.safetensors").stat().st_size}

@@ -1,0 +1,83 @@
+"""GPTQ over a whole network, in the order in which its layers compute."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twofold.quant.gptq import GptqReport, Hessian, gptq
+from twofold.quant.linear import PackedLinear, replace_linears
+from twofold.quant.scheme import QuantScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftQuantizeConfig:
+    """GPTQ of the drafter, calibrated on blocks at random anchors of the target's own answers.
+
+    `sliding_window`, where given, is written into the quantized drafter's config (see `DrafterConfig`).
+    """
+
+    group_size: int = 32
+    damping: float = 0.01
+    rows: int = 16
+    anchors: int = 16
+    sliding_window: int | None = None
+    max_fallbacks: float = 0.0  # share of layers that may be rounded to nearest instead
+
+
+@torch.no_grad()
+def gptq_in_order(
+    network: nn.Module,
+    groups: Sequence[Sequence[str]],
+    run: Callable[[], object],
+    scheme: QuantScheme,
+    damping: float,
+    report: Callable[[int, int, str], None],
+) -> dict[str, GptqReport]:
+    """Replaces the named linear layers by packed ones, group by group.
+
+    `run` passes the calibration data through the network. A group sees the outputs of the groups before it as they
+    are after quantization, so errors do not pile up unnoticed. ValueError, before any work, for a layer whose width
+    the group size does not divide.
+    """
+    for name in (name for group in groups for name in group):
+        scheme.validate(name, _linear(network, name).weight.shape)
+    reports: dict[str, GptqReport] = {}
+    for number, group in enumerate(groups, 1):
+        hessians = _hessians(network, group, run)
+
+        def pack(name: str, linear: nn.Linear, hessians: dict[str, Hessian] = hessians) -> nn.Module:
+            q, scale, reports[name] = gptq(linear.weight, hessians[name].matrix(), scheme, damping)
+            return PackedLinear.from_integers(q, scale, scheme, linear.bias, cache_dtype=linear.weight.dtype)
+
+        replace_linears(network, group, pack)
+        report(number, len(groups), ", ".join(group))
+    return reports
+
+
+def _hessians(network: nn.Module, names: Sequence[str], run: Callable[[], object]) -> dict[str, Hessian]:
+    hessians: dict[str, Hessian] = {}
+    handles = []
+    for name in names:
+        layer = _linear(network, name)
+        hessian = hessians[name] = Hessian(layer.in_features, device=layer.weight.device)
+
+        def observe(_: nn.Module, inputs: tuple[Any, ...], hessian: Hessian = hessian) -> None:
+            x: Tensor = inputs[0]
+            hessian.add(x.flatten(0, -2))
+
+        handles.append(layer.register_forward_pre_hook(observe))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return hessians
+
+
+def _linear(network: nn.Module, name: str) -> nn.Linear:
+    layer = network.get_submodule(name)
+    assert isinstance(layer, nn.Linear), f"{name} is no dense linear layer"
+    return layer
