@@ -73,6 +73,9 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["run", "none.toml"], "there is no none.toml; check the path"),
         (["status", "nowhere"], "nowhere is not a folder of a run"),
         (["chat", "nowhere"], "nowhere is not a folder of a run; make one with: twofold run pocket"),
+        (["chat", "."], ". has no finished stage 'pack'; go on with: twofold run RECIPE --out ."),
+        (["bench", "."], ". has no finished stage 'bench'; go on with: twofold run RECIPE --out ."),
+        (["eval", "."], ". has no finished stage 'evaluate'"),
         (["report", "."], "there is no report.json; finish the run first"),
     ],
 )
@@ -89,7 +92,7 @@ def test_bad_input_is_2_and_one_line(
 
 def test_an_unknown_recipe_lists_the_built_in_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "pockt"]) == 2
-    assert "built in are: pocket" in capsys.readouterr().err
+    assert "built in are: dev, pocket" in capsys.readouterr().err
 
 
 def test_a_defect_keeps_its_traceback(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +114,21 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
 
 def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    app, commands = types.ModuleType("app"), types.ModuleType("commands")
-    app.chat = lambda directory: calls.append(("chat", directory))  # type: ignore[attr-defined]
-    app.serve = lambda directory, host, port: calls.append((host, port))  # type: ignore[attr-defined]
+    app, terminal = types.ModuleType("app"), types.ModuleType("terminal")
+    commands = types.ModuleType("commands")
+    terminal.chat = lambda engine, *streams: calls.append((engine, streams))  # type: ignore[attr-defined]
+    app.serve = lambda load, host, port: calls.append((load(), host, port))  # type: ignore[attr-defined]
+    commands.load_engine = lambda directory: f"engine of {directory}"  # type: ignore[attr-defined]
     commands.bench = lambda directory: {"speedup": 2.0}  # type: ignore[attr-defined]
     commands.evaluate = lambda directory: {"kl": 0.5}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "twofold.serving.app", app)
+    monkeypatch.setitem(sys.modules, "twofold.serving.terminal", terminal)
     monkeypatch.setitem(sys.modules, "twofold.pipeline.commands", commands)
     file = tmp_path / "figures.json"
     assert main(["chat", str(tmp_path)]) == 0
     assert main(["serve", str(tmp_path), "--port", "9"]) == 0
-    assert calls == [("chat", tmp_path), ("127.0.0.1", 9)]
+    engine = f"engine of {tmp_path}"
+    assert calls == [(engine, (sys.stdin, sys.stdout, sys.stderr)), (engine, "127.0.0.1", 9)]
     assert main(["bench", str(tmp_path), "--json", str(file)]) == 0
     assert json.loads(file.read_text()) == {"speedup": 2.0}
     assert main(["eval", str(tmp_path), "--json", str(file)]) == 0

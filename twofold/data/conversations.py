@@ -60,14 +60,14 @@ class PackedRows:
         parts = (self.token_ids_NT, self.positions_NT, self.answer_NT, self.used_NT)
         return PackedRows(*(x.to(device) for x in parts))
 
-    def batch(self, size: int, step: int, seed: int) -> "PackedRows":
-        """The rows of a training step: every row once an epoch, in an order that depends on (seed, epoch) alone."""
+    def batch(self, size: int, step: int, seed: int) -> Tensor:
+        """Numbers of the rows of a training step: every row once an epoch, in an order of (seed, epoch) alone."""
         size = min(size, len(self))
         per_epoch = len(self) // size
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step // per_epoch)
         order = torch.randperm(len(self), generator=generator)
         first = step % per_epoch * size
-        return self.select(order[first : first + size])
+        return order[first : first + size]
 
 
 def pack(conversations: Sequence[Conversation], length: int) -> PackedRows:

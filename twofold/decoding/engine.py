@@ -63,7 +63,8 @@ class Engine:
         """Yields what each cycle adds; closing the iterator ends the work.
 
         The answer ends with an EOS token (no part of the text), before a stop string ("stop"), or after exactly
-        `max_tokens` tokens or at the end of the context ("length"). ValueError for an empty or too long prompt.
+        `max_tokens` tokens or at the end of the context ("length"). ValueError, at once, for an empty or
+        too long prompt, an empty stop string, or no tokens.
         """
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0:
@@ -77,10 +78,9 @@ class Engine:
             raise ValueError(f"max_tokens is {request.max_tokens}; it must be at least 1")
         eos = frozenset() if request.ignore_eos else frozenset(self.target.config.eos_token_ids)
         limit = min(request.max_tokens, self.max_context - num_prompt)
-        return self._deltas(request, limit, eos)
+        return self._deltas(request, limit, eos, TextStream(self.tokenizer.decode, request.stop))
 
-    def _deltas(self, request: Request, limit: int, eos: frozenset[int]) -> Iterator[Delta]:
-        text = TextStream(self.tokenizer.decode, request.stop)
+    def _deltas(self, request: Request, limit: int, eos: frozenset[int], text: TextStream) -> Iterator[Delta]:
         tokens: list[int] = []
         logprobs: list[float] = []
         given = cycles = 0

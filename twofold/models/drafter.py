@@ -206,13 +206,14 @@ class Drafter(nn.Module):
 
     @staticmethod
     def initialized(config: DrafterConfig, seed: int, kernels: Kernels | None = None) -> "Drafter":
-        """Matrices N(0, 0.02^2), norms 1."""
+        """Matrices N(0, 1 / fan_in), norms 1: at any width the layers outweigh the embedding of the mask token, which
+        is all that most of a block starts from."""
         drafter = Drafter(config, kernels)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 if parameter.dim() == 2:
-                    parameter.normal_(std=0.02, generator=generator)
+                    parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
         return drafter
 
     def __init__(self, config: DrafterConfig, kernels: Kernels | None = None) -> None:

@@ -21,14 +21,14 @@ def _blocked_linear(weight_NK: Tensor) -> Linear:
     """y = x W^T with W laid out once in oneDNN's blocks.
 
     At 1 to 16 rows PyTorch's own product spends most of its time on a weight laid out in rows; from 64 rows on it
-    is as good, and its packing needs no second copy.
+    is as good, and its packing needs no second copy. oneDNN's product has no gradient, so autograd takes PyTorch's.
     """
     if weight_NK.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return _dense_linear(weight_NK)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach().contiguous(), 8)
 
     def apply(x: Tensor) -> Tensor:
-        if x.numel() // x.shape[-1] > 64:
+        if x.requires_grad or x.numel() // x.shape[-1] > 64:
             return F.linear(x, weight_NK)
         return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
 

@@ -94,7 +94,7 @@ def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
     drafter = load_draft(context.inputs["draft_finetune"])
     target = load_frozen(context.inputs["pack"])
     rows = pack(load_conversations(context.inputs["regenerate"] / TRAIN), 512)
-    rows = rows.batch(config.rows, 0, context.seed).to(device())
+    rows = rows.select(rows.batch(config.rows, 0, context.seed)).to(device())
     anchors = sample_anchors(rows, config.anchors, context.seed)
     blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
     reports = gptq_in_order(

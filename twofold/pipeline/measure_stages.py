@@ -1,5 +1,6 @@
 """Stages that measure: evaluate (quality and acceptance), bench (latency), report."""
 
+import copy
 import dataclasses
 import os
 import platform
@@ -30,8 +31,8 @@ Metrics = dict[str, Json]
 
 def without_window(drafter: Drafter) -> Drafter:
     """The same drafter seeing its whole context."""
-    other = Drafter(dataclasses.replace(drafter.config, sliding_window=None), drafter.kernels)
-    other.load_state_dict(drafter.state_dict(), assign=True)
+    other = copy.deepcopy(drafter)
+    other.config = dataclasses.replace(drafter.config, sliding_window=None)
     return other
 
 

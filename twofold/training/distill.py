@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from twofold.data.conversations import PackedRows
+from twofold.data.features import feature_source
 from twofold.models.causal_lm import CausalLM
 from twofold.training.loop import Checkpoints, History, OptimizerConfig, Report, train
 from twofold.training.losses import linear_kl
@@ -25,6 +25,7 @@ class DistillConfig:
     row_length: int = 512
     tokens: Literal["all", "answer"] = "all"
     vocab_chunk: int = 32_768
+    store_features: bool = False  # the teacher reads every row once, not once an epoch; see `data.features`
 
 
 def trainable(student: CausalLM) -> dict[str, nn.Parameter]:
@@ -48,11 +49,13 @@ def distill(
     for parameter in parameters.values():
         parameter.requires_grad_(True)
 
+    teach = feature_source(teacher, rows, (), config.store_features, config.batch_rows)
+
     def loss_at(step: int) -> Tensor:
-        batch = rows.batch(config.batch_rows, step, seed).to(student.device)
+        numbers = rows.batch(config.batch_rows, step, seed)
+        batch = rows.select(numbers).to(student.device)
         counted = batch.answer_NT if config.tokens == "answer" else batch.used_NT
-        with torch.no_grad():
-            wanted, _ = teacher(batch.token_ids_NT, batch.positions_NT)
+        wanted = teach(numbers).hidden
         hidden, _ = student(batch.token_ids_NT, batch.positions_NT)
         return linear_kl(
             hidden[counted],

@@ -2,28 +2,35 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from twofold.data.conversations import PackedRows
+from twofold.data.features import Features, feature_source, features_of
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.ops.attention import document_ids
 from twofold.training.loop import Checkpoints, History, OptimizerConfig, Report, train
-from twofold.training.losses import block_weights, weighted_cross_entropy
+from twofold.training.losses import block_weights, linear_kl, weighted_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Cross-entropy on the target's own answers, position k of a block weighted exp(-(k - 1) / gamma)."""
+    """Position k of a block is weighted exp(-(k - 1) / gamma).
+
+    `loss`: "hard" is cross-entropy on the token that the target wrote (the paper's), "soft" the KL to the target's
+    distribution for that token, which costs one more product with the head.
+    """
 
     optimizer: OptimizerConfig
+    loss: Literal["hard", "soft"] = "hard"
     batch_rows: int = 4
     row_length: int = 512
     anchors: int = 24
     gamma: float = 4.0
+    store_features: bool = False  # the target reads every row once, not once an epoch; see `data.features`
 
 
 class Blocks(NamedTuple):
@@ -67,17 +74,42 @@ def sample_anchors(rows: PackedRows, num_anchors: int, seed: int) -> Tensor:
     return anchors.sort(dim=1).values.to(rows.answer_NT.device)
 
 
-def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
-    """Scores [B, A, K - 1, V] of the blocks' guesses; gradients reach the drafter alone."""
+def draft_hidden(
+    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, features: Features
+) -> tuple[Tensor, Tensor]:
+    """What the head turns into scores: the drafter's guesses [B, A, K - 1, D], and the target's own hidden states
+    [B, A, K - 1, D] for the same tokens. Gradients reach the drafter alone."""
     config = drafter.config
     with torch.no_grad():
-        _, taps = target(rows.token_ids_NT, rows.positions_NT, taps=config.target_layer_ids)
+        hidden = features.hidden
         x_BND = target.embed_tokens(blocks.block_ids_BN)
-    contexts = drafter.contexts(taps, rows.positions_NT)
+        before = blocks.anchors_BA[..., None] + torch.arange(config.block_size - 1, device=hidden.device)
+        before = before.clamp(max=hidden.shape[1] - 1)
+        wanted = hidden[torch.arange(len(hidden), device=hidden.device)[:, None, None], before]
+    contexts = drafter.contexts(features.taps, rows.positions_NT)
     mask = drafter.training_mask(document_ids(rows.positions_NT), blocks.anchors_BA)
-    hidden = drafter(x_BND, blocks.positions_BN, contexts, mask)
-    guesses = hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
-    return target.logits(guesses)
+    guesses = drafter(x_BND, blocks.positions_BN, contexts, mask)
+    return guesses.unflatten(1, (-1, config.block_size))[:, :, 1:], wanted
+
+
+def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
+    """Scores [B, A, K - 1, V] of the blocks' guesses."""
+    features = features_of(target, rows, drafter.config.target_layer_ids)
+    return target.logits(draft_hidden(drafter, target, rows, blocks, features)[0])
+
+
+def draft_loss(
+    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, features: Features, config: DraftConfig
+) -> Tensor:
+    """See `DraftConfig`; the mean over the valid labels."""
+    guesses, wanted = draft_hidden(drafter, target, rows, blocks, features)
+    decay = block_weights(drafter.config.block_size, config.gamma, guesses.device)
+    valid = blocks.valid_BAK
+    weights = decay.expand(valid.shape)[valid]
+    head = target.lm_head.weight
+    if config.loss == "soft":
+        return linear_kl(guesses[valid], head, wanted[valid], head, weights_M=weights)
+    return weighted_cross_entropy(target.logits(guesses[valid]), blocks.labels_BAK[valid], weights)
 
 
 def train_drafter(
@@ -94,14 +126,15 @@ def train_drafter(
     target.requires_grad_(False)
     drafter.requires_grad_(True)
     block_size = drafter.config.block_size
+    taps = drafter.config.target_layer_ids
+    features = feature_source(target, rows, taps, config.store_features, config.batch_rows)
 
     def loss_at(step: int) -> Tensor:
-        batch = rows.batch(config.batch_rows, step, seed).to(target.device)
+        numbers = rows.batch(config.batch_rows, step, seed)
+        batch = rows.select(numbers).to(target.device)
         anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step)
         blocks = make_blocks(batch, anchors, block_size, drafter.config.mask_token_id)
-        logits = draft_logits(drafter, target, batch, blocks)
-        weights = blocks.valid_BAK * block_weights(block_size, config.gamma, target.device)
-        return weighted_cross_entropy(logits.flatten(0, 2), blocks.labels_BAK.flatten(), weights.flatten())
+        return draft_loss(drafter, target, batch, blocks, features(numbers), config)
 
     history = train(dict(drafter.named_parameters()), loss_at, config.optimizer, checkpoints, report, validate)
     drafter.requires_grad_(False)

@@ -1,0 +1,246 @@
+"""Speculative decoding is plain decoding, token for token, however good the draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle as forever
+from itertools import repeat
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import pocket
+from tests.decoding import oracle
+from tests.models.test_drafter import SHAPE
+from tests.models.tiny import HYBRID, PLAIN, build, perturb, tokens
+from twofold.decoding import step
+from twofold.decoding.step import Cycle, decode, decode_cycle, prefill
+from twofold.models.causal_lm import CausalLM
+from twofold.models.drafter import Drafter, DrafterConfig, DraftState
+from twofold.models.state import DecodeState, KeyValueCache
+from twofold.ops.sampling import Sampling
+
+BLOCK = SHAPE.block_size
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=1.2, top_k=20, seed=2),
+    Sampling(temperature=1.0, top_p=0.8, seed=3),
+    Sampling(temperature=1.0, min_p=0.1, seed=4),
+    Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.02, seed=5),
+]
+
+
+def tiny(config: object = HYBRID, window: int | None = None, block: int = BLOCK) -> tuple[CausalLM, Drafter]:
+    target = build(config).requires_grad_(False)  # type: ignore[arg-type]
+    layers = tuple(range(0, target.config.num_layers, 2))
+    made = DrafterConfig.for_target(target.config, replace(SHAPE, target_layer_ids=layers, block_size=block))
+    drafter = Drafter.initialized(replace(made, sliding_window=window), 1)
+    perturb(drafter, 2)
+    return target, drafter.requires_grad_(False)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(tokens(1, length, seed)[0].tolist())
+
+
+def ids(cycles: list[Cycle]) -> list[int]:
+    return [token for cycle in cycles for token in cycle.token_ids]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
+def test_plain_decoding_is_teacher_forcing(sampling: Sampling) -> None:
+    """Each token is what the whole-sequence forward pass gives for its position."""
+    target, _ = tiny()
+    asked = prompt(9)
+    answer = oracle.plain(target, asked, 20, sampling)
+    with torch.no_grad():
+        logits = target.logits(target(torch.tensor([[*asked, *answer]]))[0])[:, len(asked) - 1 : -1]
+    positions = torch.arange(len(asked), len(asked) + 20)[None]
+    assert step.choose(logits, positions, sampling)[0].tolist() == answer
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
+def test_speculative_is_plain_on_the_trained_model(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pocket.target(), pocket.untrained_drafter()
+    for number, asked in enumerate(pocket.prompts(2)):
+        wanted = oracle.plain(target, asked, 48, sampling)
+        oracle.install(monkeypatch, asked, wanted, forever([number, 3, 0, 7, 1, 5, 2, 6, 4]))
+        cycles = list(decode(target, drafter, asked, 48, sampling))
+        assert ids(cycles) == wanted
+        assert {c.num_accepted for c in cycles[1:-1]} > {0, 3, 7, 1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculative_is_plain_with_a_random_drafter(temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=9)
+    for asked in pocket.prompts(2):
+        wanted = oracle.plain(pocket.target(), asked, 32, sampling)
+        assert ids(list(decode(pocket.target(), pocket.untrained_drafter(), asked, 32, sampling))) == wanted
+
+
+@pytest.mark.parametrize("config", [HYBRID, PLAIN], ids=["hybrid", "plain"])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=range(3))
+def test_speculative_is_plain_on_tiny_models(config: object, window: int | None, sampling: Sampling) -> None:
+    target, drafter = tiny(config, window)
+    for seed in range(3):
+        asked = prompt(5 + seed, seed)
+        wanted = oracle.plain(target, asked, 40, sampling)
+        assert ids(list(decode(target, drafter, asked, 40, sampling))) == wanted
+
+
+@pytest.mark.parametrize("right", range(BLOCK))
+def test_accepted_is_the_run_of_right_guesses(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+    asked, sampling = prompt(7), Sampling(temperature=0.9, seed=3)
+    wanted = oracle.plain(target, asked, 33, sampling)
+    oracle.install(monkeypatch, asked, wanted, repeat(right))
+    cycles = list(decode(target, drafter, asked, 33, sampling))
+    assert ids(cycles) == wanted
+    whole = 32 // (right + 1)
+    assert [c.num_accepted for c in cycles[: whole + 1]] == [0] + [right] * whole
+    assert [len(c.token_ids) for c in cycles[1 : whole + 1]] == [right + 1] * whole
+    assert all(len(c.token_ids) == len(c.logits) for c in cycles)
+
+
+@pytest.mark.parametrize("right", [0, BLOCK - 1])
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+def test_max_tokens_is_exact(right: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+    wanted = oracle.plain(target, prompt(6), 2 * BLOCK)
+    oracle.install(monkeypatch, prompt(6), wanted, repeat(right))
+    assert ids(list(decode(target, drafter, prompt(6), count, Sampling()))) == wanted[:count]
+
+
+@pytest.mark.parametrize("ending", range(1, 2 * BLOCK))
+def test_a_stop_id_inside_an_accepted_block_ends_there(ending: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+    sampling = Sampling(temperature=1.5, seed=ending)
+    wanted = oracle.plain(target, prompt(6), 24, sampling)
+    other = next(token for token in range(97) if token not in wanted)
+    oracle.install(monkeypatch, prompt(6), wanted, repeat(BLOCK - 1))
+    stop_ids = frozenset((other, wanted[ending]))  # several; one occurs
+    first = wanted.index(wanted[ending])
+    assert ids(list(decode(target, drafter, prompt(6), 24, sampling, stop_ids))) == wanted[: first + 1]
+    assert ids(list(decode(target, None, prompt(6), 24, sampling, stop_ids))) == wanted[: first + 1]
+
+
+def test_positions_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt 100, anchor at 100, 3 accepted: anchor at 104, new features 100..103, next block 104..119."""
+    target, drafter = tiny(block=16)
+    asked = prompt(100)
+    sequence, first = prefill(target, drafter, asked, 160, Sampling())
+    assert sequence.draft_state is not None
+    assert (sequence.state.lengths_B.tolist(), sequence.draft_state.lengths_B.tolist()) == ([100], [100])
+    assert sequence.anchor == first.token_ids[0]
+
+    features: list[list[int]] = []
+    blocks: list[list[int]] = []
+    contexts, forward = Drafter.contexts, Drafter.forward
+
+    def contexts_at(self: Drafter, taps: list[Tensor], positions: Tensor) -> object:
+        features.append(positions[0].tolist())
+        return contexts(self, taps, positions)
+
+    def forward_at(self: Drafter, x: Tensor, positions: Tensor, context: object, mask: Tensor) -> Tensor:
+        blocks.append(positions[0].tolist())
+        return forward(self, x, positions, context, mask)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Drafter, "contexts", contexts_at)
+    monkeypatch.setattr(Drafter, "forward", forward_at)
+    wanted = oracle.plain(target, asked, 40)
+    with monkeypatch.context() as patch:
+        oracle.install(patch, asked, wanted, repeat(3))
+        cycle = decode_cycle(target, drafter, sequence, Sampling(), 16)
+    assert cycle.num_accepted == 3
+    assert cycle.token_ids == wanted[1:5]
+    assert sequence.anchor == wanted[4]
+    assert sequence.state.lengths_B.tolist() == sequence.draft_state.lengths_B.tolist() == [104]
+    assert features == [[100, 101, 102, 103]]
+    decode_cycle(target, drafter, sequence, Sampling(), 16)
+    assert blocks == [list(range(104, 120))]
+
+
+def assert_equal_states(ours: DecodeState, fresh: DecodeState) -> None:
+    length = int(fresh.lengths_B[0])
+    assert ours.lengths_B.tolist() == [length]
+    for a, b in zip(ours.layers, fresh.layers, strict=True):
+        if isinstance(a, KeyValueCache):
+            assert isinstance(b, KeyValueCache)
+            pairs = zip(a.read(length), b.read(length), strict=True)
+        else:
+            assert not isinstance(b, KeyValueCache)
+            pairs = zip((a.conv_BWC, a.state_BHKV), (b.conv_BWC, b.state_BHKV), strict=True)
+        for x, y in pairs:
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def assert_equal_contexts(ours: DraftState, fresh: DraftState) -> None:
+    length = int(fresh.lengths_B[0])
+    assert ours.lengths_B.tolist() == [length]
+    for a, b in zip(ours.caches, fresh.caches, strict=True):
+        for x, y in zip(a.read(length), b.read(length), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("right", range(BLOCK))
+def test_after_a_rejection_the_state_is_that_of_a_fresh_run(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+    asked = prompt(11)
+    wanted = oracle.plain(target, asked, 30)
+    oracle.install(monkeypatch, asked, wanted, repeat(right))
+    sequence, _ = prefill(target, drafter, asked, 60, Sampling())
+    for cycles in range(1, 4):
+        decode_cycle(target, drafter, sequence, Sampling(), BLOCK)
+        done = (*asked, *wanted[: cycles * (right + 1)])
+        fresh, _ = prefill(target, drafter, done, 60, Sampling())
+        assert sequence.anchor == fresh.anchor == wanted[cycles * (right + 1)]
+        assert_equal_states(sequence.state, fresh.state)
+        assert sequence.draft_state is not None
+        assert fresh.draft_state is not None
+        assert_equal_contexts(sequence.draft_state, fresh.draft_state)
+
+
+def test_a_long_prompt_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+    whole, first = prefill(target, drafter, prompt(37), 60, Sampling())
+    monkeypatch.setattr(step, "PREFILL_CHUNK", 8)
+    parts, other = prefill(target, drafter, prompt(37), 60, Sampling())
+    assert first.token_ids == other.token_ids
+    torch.testing.assert_close(first.logits, other.logits, rtol=1e-4, atol=1e-4)
+    assert_equal_states(parts.state, whole.state)
+    assert parts.draft_state is not None
+    assert whole.draft_state is not None
+    assert_equal_contexts(parts.draft_state, whole.draft_state)
+
+
+def test_guesses_at_a_temperature_share_the_targets_noise() -> None:
+    """A drafter whose scores are the target's own guesses every sampled token."""
+    target, drafter = tiny()
+    asked, sampling = prompt(8), Sampling(temperature=1.3, top_k=30, seed=6)
+    wanted = oracle.plain(target, asked, 5, sampling)
+    sequence, _ = prefill(target, drafter, asked, 40, sampling)
+    with torch.no_grad():
+        hidden, _ = target(torch.tensor([[*asked, *wanted]]))
+
+    def perfect(state: DraftState, block: Tensor) -> Tensor:
+        # guess k of a block is scored by what the target has after token k - 1
+        return torch.cat((hidden[:, :1], hidden[:, len(asked) : len(asked) + block.shape[1] - 1]), dim=1)
+
+    drafter.draft = perfect  # type: ignore[method-assign]
+    assert step.draft(target, drafter, sequence, sampling, BLOCK)[0].tolist() == wanted[:BLOCK]
+
+
+@pytest.mark.parametrize("right", [0, 2, BLOCK - 1])
+def test_logits_are_the_teacher_forced_ones(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+    asked, sampling = prompt(9), Sampling(temperature=1.0, seed=2)
+    wanted = oracle.plain(target, asked, 30, sampling)
+    oracle.install(monkeypatch, asked, wanted, repeat(right))
+    cycles = list(decode(target, drafter, asked, 30, sampling))
+    got = torch.cat([c.logits[: len(c.token_ids)] for c in cycles])
+    with torch.no_grad():
+        forced = target.logits(target(torch.tensor([[*asked, *wanted]]))[0])[0, len(asked) - 1 : -1]
+    torch.testing.assert_close(got, forced, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,157 @@
+"""Acceptance by counting; the trainer's measure and the decode loop's are one; divergences are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import repeat
+
+import pytest
+import torch
+
+from tests.decoding import oracle
+from tests.decoding.test_step import prompt, tiny
+from tests.models.test_drafter import SHAPE
+from tests.models.tiny import VOCABULARY
+from tests.training.test_draft import run as train
+from twofold.data.conversations import Conversation, pack
+from twofold.decoding.step import Cycle, decode
+from twofold.evaluation import acceptance as module
+from twofold.evaluation.acceptance import Acceptance, check_lossless, measure_acceptance
+from twofold.models.causal_lm import CausalLM
+from twofold.models.drafter import Drafter
+from twofold.ops.sampling import Sampling
+from twofold.training.draft import draft_logits, make_blocks, teacher_forced_acceptance
+
+BLOCK = SHAPE.block_size
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+def test_figures_of_known_counts() -> None:
+    found = Acceptance(4, Counter({0: 5, 1: 3, 3: 2}))  # 10 cycles
+    assert found.cycles == 10
+    assert found.accept_length == pytest.approx(1 + (0 * 5 + 1 * 3 + 3 * 2) / 10)
+    assert found.histogram() == [5, 3, 0, 2]
+    assert found.by_position() == pytest.approx([5 / 10, 2 / 5, 2 / 2])
+
+
+def test_no_cycle_is_no_division_by_zero() -> None:
+    found = Acceptance(4)
+    assert (found.accept_length, found.histogram(), found.by_position()) == (1.0, [0] * 4, [0.0] * 3)
+
+
+@pytest.mark.parametrize("right", range(BLOCK))
+def test_whole_cycles_are_counted(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the end of the answer cut are not."""
+    target, drafter = tiny()
+    wanted = oracle.plain(target, prompt(6), 30)
+    oracle.install(monkeypatch, prompt(6), wanted, repeat(right))
+    assert not set(wanted) & set(target.config.eos_token_ids)
+    found, answers = measure_acceptance(target, drafter, [list(prompt(6))], 30, Sampling(), quiet)
+    assert answers == [wanted]
+    # a cycle that begins with n tokens done has room for a whole block if 30 - n >= 4
+    starts = [n for n in range(1, 30, right + 1) if 30 - n >= BLOCK]
+    assert found.counts == Counter({right: len(starts)})
+    assert found.accept_length == right + 1
+
+
+def test_the_cycle_that_an_eos_cut_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = tiny()
+
+    def decode(*_: object) -> Iterator[Cycle]:
+        yield Cycle([9], torch.zeros(1, 9), 0)
+        yield Cycle([9, 9, 9], torch.zeros(3, 9), 2)
+        yield Cycle([9, 1], torch.zeros(4, 9), 3)  # 4 were accepted or chosen, the second is EOS
+
+    monkeypatch.setattr(module, "decode", decode)
+    found, answers = measure_acceptance(target, drafter, [[5]], 40, Sampling(), quiet)
+    assert found.counts == Counter({2: 1})
+    assert answers == [[9, 9, 9, 9, 9, 1]]
+
+
+PROMPTS = [prompt(5 + seed, seed) for seed in range(4)]
+LENGTH = 28
+
+
+@pytest.fixture(scope="module", params=[None, 6], ids=["full", "window"])
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[CausalLM, Drafter, list[list[int]]]:
+    """A drafter that has half learnt the target's greedy answers to `PROMPTS`, and those answers."""
+    target, drafter = tiny(window=request.param)
+    answers = [oracle.plain(target, asked, LENGTH) for asked in PROMPTS]
+    rows = pack([Conversation(list(a), b) for a, b in zip(PROMPTS, answers, strict=True)], 48)
+    train(drafter, target, rows, tmp_path_factory.mktemp("trained"), 30)
+    return target, drafter, answers
+
+
+@torch.no_grad()
+def right_guesses(drafter: Drafter, target: CausalLM, ids: list[int], anchors: list[int]) -> list[int]:
+    """The runs of right guesses at the anchors, as training computes them."""
+    rows = pack([Conversation([], ids)], len(ids) + 3)
+    blocks = make_blocks(rows, torch.tensor([anchors]), BLOCK, drafter.config.mask_token_id)
+    right = draft_logits(drafter, target, rows, blocks).argmax(dim=-1) == blocks.labels_BAK
+    runs: list[int] = right[0].long().cumprod(dim=-1).sum(dim=-1).tolist()
+    return runs
+
+
+def test_training_and_decoding_measure_the_same_acceptance(trained: tuple[CausalLM, Drafter, list[list[int]]]) -> None:
+    """At every anchor of the decode loop, num_accepted is the run of right guesses that training computes there."""
+    target, drafter, answers = trained
+    counts = Counter[int]()
+    for asked, answer in zip(PROMPTS, answers, strict=True):
+        found: dict[int, int] = {}
+        anchor = len(asked)
+        for cycle in list(decode(target, drafter, asked, LENGTH, Sampling()))[1:]:
+            if anchor + BLOCK < len(asked) + LENGTH:  # not cut by the answer's end
+                found[anchor] = cycle.num_accepted
+            anchor += len(cycle.token_ids)
+        assert right_guesses(drafter, target, [*asked, *answer], list(found)) == list(found.values())
+        counts.update(found.values())
+    assert set(counts) == set(range(BLOCK))  # no guess right, some, all
+
+
+def test_teacher_forced_acceptance_is_that_of_cycles_from_every_anchor(
+    trained: tuple[CausalLM, Drafter, list[list[int]]],
+) -> None:
+    """On greedy text: a decode cycle from every anchor, each after a fresh prefill of what is before it."""
+    target, drafter, answers = trained
+    asked, answer = PROMPTS[0], answers[0]
+    text = (*asked, *answer)
+    lengths = right_guesses(drafter, target, list(text), [len(asked) - 1])  # no decode loop starts in the prompt
+    for anchor in range(len(asked), len(text) - 1):
+        cycles = decode(target, drafter, text[:anchor], 1 + BLOCK, Sampling())
+        next(cycles)
+        lengths.append(min(next(cycles).num_accepted, len(text) - 1 - anchor))
+    rows = pack([Conversation(list(asked), answer)], len(text))
+    got = teacher_forced_acceptance(drafter, target, rows, len(lengths))
+    assert got == pytest.approx(1 + sum(lengths) / len(lengths))
+    assert got > 1.2
+
+
+def test_lossless() -> None:
+    target, drafter = tiny()
+    prompts = [list(prompt(5)), list(prompt(9, 1))]
+    found = check_lossless(target, drafter, prompts, 12, (Sampling(), Sampling(temperature=0.8)), quiet)
+    assert (found.prompts, found.tokens, found.divergences, found.near_ties) == (4, 48, 0, 0)
+
+
+@pytest.mark.parametrize(("gap", "near"), [(0.5, 0), (1e-4, 1)])
+def test_a_divergence_is_found(gap: float, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode loop that slips at the third token with a drafter; near: by the plain scores at that token."""
+    target, drafter = tiny()
+
+    def slipping(_: object, drafter_: object, *rest: object) -> Iterator[Cycle]:
+        logits = torch.zeros(1, VOCABULARY)
+        logits[0, 8] = 5.0
+        logits[0, 7] = 5.0 - gap
+        tokens = [8, 8, 8, 8] if drafter_ is None else [8, 8, 7, 7]
+        for token in tokens:
+            yield Cycle([token], logits, 0)
+
+    monkeypatch.setattr(module, "decode", slipping)
+    found = check_lossless(target, drafter, [[1], [2]], 4, (Sampling(),), quiet)
+    assert (found.divergences, found.near_ties) == (2, 2 * near)

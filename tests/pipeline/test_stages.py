@@ -1,0 +1,180 @@
+"""The whole line on a model of no size: to its report, skipped when done, and the same after every kill."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.pipeline.line import write_recipe
+from twofold.data.conversations import Conversation, load_conversations
+from twofold.decoding.engine import Request
+from twofold.models.checkpoint import load_target
+from twofold.models.drafter_checkpoint import load_drafter
+from twofold.pipeline.artifact import read_artifact
+from twofold.pipeline.commands import load_engine
+from twofold.pipeline.measure_stages import long_prompts
+from twofold.pipeline.recipe import load_recipe
+from twofold.pipeline.run import run_pipeline
+from twofold.pipeline.stages import STAGES
+from twofold.quant.linear import PackedLinear
+
+ROOT = Path(__file__).parents[2]
+NAMES = [stage.name for stage in STAGES]
+TIMED = ("bench", "report")
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The recipe's file and a finished run of it."""
+    file = write_recipe(tmp_path_factory.mktemp("line"))
+    out = file.parent / "out"
+    results = run_pipeline(load_recipe(str(file)), out, STAGES, io.StringIO())
+    assert [(r.name, r.state) for r in results] == [(name, "finished") for name in NAMES]
+    return file, out
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    """Every tensor file of the artifacts."""
+    return {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for stage in NAMES
+        for path in sorted((out / stage).rglob("*.safetensors"))
+    }
+
+
+def test_the_report_has_its_names(line: tuple[Path, Path]) -> None:
+    report = json.loads((line[1] / "report.json").read_text())
+    target, drafter = report["target"], report["drafter"]
+    for name in ("ptq", "qad"):
+        assert target[name].keys() == {"kl", "top1", "ppl"}
+        assert target[name]["kl"] > 0
+    assert target["kl_recovery"] == pytest.approx(1 - target["qad"]["kl"] / target["ptq"]["kl"])
+    assert target["teacher"]["ppl"] > 1
+    assert drafter.keys() == {"pretrain", "finetune", "gptq", "swa"}
+    assert all(1 <= entry["accept_length"] <= 4 for entry in drafter.values())
+    ledger = report["ledger"]
+    assert [e["name"] for e in ledger] == ["baseline", "+ INT4 target", "+ drafter", "+ INT4 drafter", "+ SWA"]
+    assert ledger[0]["speedup"] == 1.0
+    assert report["latency"].keys() == {"short", "medium", "long"}
+    assert report["lossless"] == {"prompts": 4, "tokens": 40, "divergences": 0, "near_ties": 0}
+    assert all(gate["passed"] for gate in report["gates"])
+    assert (line[1] / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_done_is_skipped(line: tuple[Path, Path]) -> None:
+    before = weights(line[1])
+    results = run_pipeline(load_recipe(str(line[0])), line[1], STAGES, io.StringIO())
+    assert [r.state for r in results] == ["skipped"] * len(NAMES)
+    assert weights(line[1]) == before
+
+
+def test_what_follows_from_a_change_is_done_anew_and_no_more(line: tuple[Path, Path], tmp_path: Path) -> None:
+    """By the digests: the change of a section reaches just the stages below it."""
+    out = tmp_path / "out"
+    out.symlink_to(line[1])
+    recipe = load_recipe(str(line[0]))
+    changed = replace(recipe, gates=replace(recipe.gates, top1=0.001))
+    assert {r.state for r in run_pipeline(changed, out, STAGES, io.StringIO(), until="bench")} == {"skipped"}
+
+
+def test_the_artifacts_are_models(line: tuple[Path, Path]) -> None:
+    out = line[1]
+    target, drafter = load_target(out / "pack"), load_drafter(out / "draft_quantize")
+    assert (
+        sum(isinstance(layer, PackedLinear) for layer in target.modules())
+        == read_artifact(out / "pack").metrics["layers"]
+    )
+    assert drafter.config.sliding_window == 8
+    assert load_drafter(out / "draft_finetune").config.sliding_window is None
+    assert all(isinstance(drafter.get_submodule(name), PackedLinear) for name in ("fc", "layers.1.mlp.up_proj"))
+
+
+def test_healing_keeps_the_grid(line: tuple[Path, Path]) -> None:
+    """Scales byte for byte those of the quantization; embedding and norms' neighbours the model's own."""
+    out = line[1]
+    ptq, qad = (load_file(out / stage / "model.safetensors") for stage in ("quantize", "pack"))
+    assert ptq.keys() == qad.keys()
+    for name in ptq:
+        if name.endswith(("weight_scale", "weight_shape")) or "embed" in name:
+            assert torch.equal(ptq[name], qad[name]), name
+    moved = [name for name in ptq if name.endswith("weight_packed") and not torch.equal(ptq[name], qad[name])]
+    assert moved
+
+
+def test_the_second_answers_are_those_of_the_healed_target(line: tuple[Path, Path]) -> None:
+    out = line[1]
+    first, second = (load_conversations(out / stage / "train.safetensors") for stage in ("generate", "regenerate"))
+    assert [c.prompt_ids for c in first] == [c.prompt_ids for c in second]
+    assert len(first) == 6
+    assert first != second
+
+
+def test_the_engine_of_a_run(line: tuple[Path, Path]) -> None:
+    engine = load_engine(line[1])
+    prompt = tuple(engine.tokenizer.chat_ids([{"role": "user", "content": "Hello."}]))
+    deltas = list(engine.generate(Request(prompt_ids=prompt, max_tokens=9, ignore_eos=True)))
+    assert sum(len(d.token_ids) for d in deltas) == 9
+    assert deltas[-1].finish_reason == "length"
+
+
+def killed(file: Path, out: Path, stage: str, step: int) -> str:
+    """What a run says that is killed in the middle of a stage."""
+    command = [sys.executable, "-m", "tests.pipeline.line", str(file), str(out), stage, str(step)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout
+
+
+def test_killed_and_resumed_is_the_same(line: tuple[Path, Path]) -> None:
+    """Killed in distill, killed in draft_finetune, then run to its end: all as in the run that nothing disturbed."""
+    file, whole = line
+    out = file.parent / "killed"
+    killed(file, out, "distill", 3)
+    assert not (out / "distill").exists()
+    said = killed(file, out, "draft_finetune", 2)
+    assert "distill         resumed from step 3" in said
+    stream = io.StringIO()
+    run_pipeline(load_recipe(str(file)), out, STAGES, stream)
+    assert "draft_finetune  resumed from step 2" in stream.getvalue()
+    assert weights(out) == weights(whole)
+    assert {"distill/student.safetensors", "draft_finetune/model.safetensors"} <= weights(out).keys()
+    for name in NAMES:
+        if name not in TIMED:
+            ours, theirs = read_artifact(out / name), read_artifact(whole / name)
+            assert (ours.metrics, ours.digest) == (theirs.metrics, theirs.digest), name
+
+
+def test_a_drafter_of_another_target_is_refused(line: tuple[Path, Path], tmp_path: Path) -> None:
+    file, out = line
+    config = json.loads((out / "draft_finetune" / "config.json").read_text())
+    other = file.parent / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"num_target_layers": 9}))
+    (other / "model.safetensors").write_bytes((out / "draft_finetune" / "model.safetensors").read_bytes())
+    recipe = replace(load_recipe(str(file)), drafter=other, draft=None)
+    with pytest.raises(ValueError, match="the drafter's num_target_layers is 9, the target's 4; use a drafter of this"):
+        run_pipeline(recipe, tmp_path / "out", STAGES, io.StringIO(), until="draft_pretrain")
+
+
+def test_a_group_size_that_does_not_divide_names_the_layer(line: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = load_recipe(str(line[0]))
+    recipe = replace(recipe, quantize=replace(recipe.quantize, group_size=32))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj: group_size 32 does not divide its 48 inputs"):
+        run_pipeline(recipe, tmp_path / "out", STAGES, io.StringIO(), until="quantize")
+
+
+@pytest.mark.parametrize("length", [1, 5, 9, 30, 200])
+def test_long_prompts_are_exact_and_end_in_a_question(length: int) -> None:
+    texts = [Conversation([10 * i + k for k in range(5)], [10 * i + 5 + k for k in range(4)]) for i in range(3)]
+    for number, prompt in enumerate(long_prompts(texts, length, 3)):
+        assert len(prompt) == length
+        assert prompt[-5:] == texts[number].prompt_ids[-length:]

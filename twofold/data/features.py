@@ -1,0 +1,45 @@
+"""What a frozen target says about packed rows: made once, read at every step. N rows, T tokens, D hidden size."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twofold.data.conversations import PackedRows
+from twofold.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Features:
+    """Final hidden states [N, T, D], and one [N, T, D] for each tap."""
+
+    hidden: Tensor
+    taps: list[Tensor]
+
+    def select(self, rows: Tensor) -> "Features":
+        return Features(self.hidden[rows], [tap[rows] for tap in self.taps])
+
+
+@torch.no_grad()
+def features_of(target: CausalLM, rows: PackedRows, taps: Sequence[int] = ()) -> Features:
+    """One forward pass, on the target's device."""
+    rows = rows.to(target.device)
+    return Features(*target(rows.token_ids_NT, rows.positions_NT, taps=taps))
+
+
+def feature_source(
+    target: CausalLM, rows: PackedRows, taps: Sequence[int], stored: bool, batch_rows: int
+) -> Callable[[Tensor], Features]:
+    """A function from row numbers to their features: looked up if `stored` (4 N T D (1 + taps) bytes), else computed.
+
+    Stored features are those of batches of `batch_rows` in order; up to rounding they equal the computed ones.
+    """
+    if not stored:
+        return lambda numbers: features_of(target, rows.select(numbers), taps)
+    parts = [features_of(target, rows.select(part), taps) for part in torch.arange(len(rows)).split(batch_rows)]
+    whole = Features(
+        torch.cat([part.hidden for part in parts]),
+        [torch.cat([part.taps[i] for part in parts]) for i in range(len(taps))],
+    )
+    return whole.select
