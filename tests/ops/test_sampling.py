@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from twofold.ops import sampling as sampling_module
 from twofold.ops.sampling import Sampling, choose, filtered, gumbel_noise
 
 LOGITS = [1.9, -0.3, 0.4, 1.1, 1.0, -2.0, 0.9, 0.1, -1.0, 1.7, 0.35, -0.6]
@@ -102,6 +103,16 @@ def test_noise_is_finite_gumbel_and_uncorrelated() -> None:
     )
     for a, b in pairs:
         assert abs((a * b).mean() / noise.var()) < 5e-3
+
+
+@pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
+def test_the_least_and_the_most_bits_give_finite_noise(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-log(-log u) at u = 2^-24 and 1 - 2^-24."""
+    rows = iter([torch.tensor([bits]), torch.tensor([[0]]), torch.tensor([0]), torch.tensor([[[bits]]])])
+    monkeypatch.setattr(sampling_module, "_mix", lambda _: next(rows))
+    u = 2.0**-24 if bits == 0 else 1 - 2.0**-24
+    noise = gumbel_noise(torch.tensor([0]), torch.tensor([[0]]), 1)
+    assert float(noise) == pytest.approx(-math.log(-math.log(u)), rel=1e-3)
 
 
 def test_each_row_may_have_its_own_seed() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.pipeline.line import write_recipe
 from twofold.data.conversations import Conversation, load_conversations
 from twofold.decoding.engine import Request
+from twofold.evaluation.gates import GateFailure
 from twofold.models.checkpoint import load_target
 from twofold.models.drafter_checkpoint import load_drafter
 from twofold.pipeline.artifact import read_artifact
@@ -77,13 +78,14 @@ def test_done_is_skipped(line: tuple[Path, Path]) -> None:
     assert weights(line[1]) == before
 
 
-def test_what_follows_from_a_change_is_done_anew_and_no_more(line: tuple[Path, Path], tmp_path: Path) -> None:
-    """By the digests: the change of a section reaches just the stages below it."""
-    out = tmp_path / "out"
-    out.symlink_to(line[1])
+def test_a_gate_is_judged_anew_and_nothing_measured(line: tuple[Path, Path]) -> None:
     recipe = load_recipe(str(line[0]))
-    changed = replace(recipe, gates=replace(recipe.gates, top1=0.001))
-    assert {r.state for r in run_pipeline(changed, out, STAGES, io.StringIO(), until="bench")} == {"skipped"}
+    strict = replace(recipe, gates=replace(recipe.gates, accept_length=4.5, kl_recovery=1.5))
+    stream = io.StringIO()
+    with pytest.raises(GateFailure) as caught:
+        run_pipeline(strict, line[1], STAGES, stream)
+    assert [gate.name for gate in caught.value.missed] == ["kl_recovery", "accept_length"]
+    assert "finished" not in stream.getvalue()
 
 
 def test_the_artifacts_are_models(line: tuple[Path, Path]) -> None:

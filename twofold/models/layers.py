@@ -16,8 +16,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
         self.eps = eps
         self.offset = offset
+        self.frozen: Tensor | None = None  # offset + w
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.frozen is not None:
+            return rms_norm(x, self.frozen, self.eps)
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
@@ -62,6 +65,8 @@ def dense_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 def freeze(module: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Lays out all weights for decoding. Call it when they have stopped changing."""
     for part in module.modules():
+        if isinstance(part, RMSNorm):
+            part.frozen = part.weight.detach() + part.offset
         for value in vars(part).values():
             if isinstance(value, Projections):
                 value.freeze(kernels, dtype)

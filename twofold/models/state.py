@@ -39,15 +39,18 @@ class DeltaState:
     state_BHKV: Tensor
     window: tuple[Tensor, DeltaWindow] | None = None
 
-    def commit(self, n_B: Tensor, kernels: Kernels) -> None:
+    def commit(self, n_B: Tensor | int, kernels: Kernels) -> None:
         assert self.window is not None
         inputs_BSC, delta = self.window
+        self.window = None
         width = self.conv_BWC.shape[1]
+        self.state_BHKV = kernels.commit_delta(delta, n_B)
+        if isinstance(n_B, int):
+            self.conv_BWC = inputs_BSC[:, n_B : n_B + width]
+            return
         kept = n_B[:, None] + torch.arange(width, device=n_B.device)
         rows = torch.arange(len(n_B), device=n_B.device)[:, None]
         self.conv_BWC = inputs_BSC[rows, kept]
-        self.state_BHKV = kernels.commit_delta(delta, n_B)
-        self.window = None
 
 
 @dataclass
@@ -75,16 +78,14 @@ class DecodeState:
         """Makes the first n positions of the window permanent; 0 <= n <= T, one number or [B]."""
         if isinstance(n, int):
             assert 0 <= n <= self.window, f"commit({n}) of a window of {self.window}"
-            n_B = torch.full_like(self.lengths_B, n)
             self.bound += n
         else:
-            n_B = n
             # on a GPU the exact bound would make the host wait
             self.bound = self.bound + self.window if n.is_cuda else int((self.lengths_B + n).max())
         for layer in self.layers:
             if isinstance(layer, DeltaState):
-                layer.commit(n_B, self.kernels)
-        self.lengths_B = self.lengths_B + n_B
+                layer.commit(n, self.kernels)
+        self.lengths_B = self.lengths_B + n
         self.window = 0
 
     def select(self, rows: Tensor) -> None:

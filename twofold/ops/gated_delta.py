@@ -16,6 +16,7 @@ Within a chunk that starts at state S_0, with G_t the running sum of g, the writ
 so a pass keeps (k, u, G) and can still end after any of its tokens. arXiv:2412.06464, and docs/design.md.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,17 @@ def _heads_first(
 @torch.compiler.disable
 def _inverse(mix_LL: Tensor) -> Tensor:
     return UnitTriangularInverse.apply(mix_LL)
+
+
+def _commit_all(window: DeltaWindow, n: int) -> Tensor:
+    chunk = max(n - 1, 0) // window.decay_BHCL.shape[-1]
+    start, k, u, decay = (x[:, :, chunk] for x in window)
+    n -= chunk * decay.shape[-1]
+    if n == 0:
+        return start
+    total = decay[..., n - 1 : n]
+    weight = (total - decay[..., :n]).exp()[..., None]
+    return total.exp()[..., None] * start + (k[:, :, :n] * weight).transpose(-1, -2) @ u[:, :, :n]
 
 
 def _solve(mix_LL: Tensor, rhs_LN: Tensor) -> Tensor:
@@ -140,6 +152,8 @@ def gated_delta(
     so does the state that a chunk receives from another document.
     """
     num_tokens = k_BTHK.shape[1]
+    if state_BHKV is not None and documents_BT is None and num_tokens <= CHUNK:
+        return _one_chunk(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     length = min(CHUNK, num_tokens)
     padding = -num_tokens % length
     chunks = (num_tokens + padding) // length
@@ -195,9 +209,41 @@ def gated_delta(
     return o.transpose(1, 2).to(v_BTHV.dtype), window
 
 
-def commit_delta(window: DeltaWindow, n_B: Tensor) -> Tensor:
-    """S_n [B, H, K, V] for n tokens of the pass, 0 <= n <= T, a number for each row."""
+def _one_chunk(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, state_BHKV: Tensor
+) -> tuple[Tensor, DeltaWindow]:
+    """A pass of one chunk, as decoding makes them, in as few operations as it takes: q and k go together."""
+    batch, num_tokens, key_heads, width = k_BTHK.shape
+    wide = state_BHKV.dtype
+    repeat = v_BTHV.shape[2] // key_heads
+    qk = _unit(torch.stack((q_BTHK, k_BTHK), dim=2).to(wide)).permute(0, 3, 2, 1, 4)  # [B, H / repeat, 2, T, K]
+    qk = qk[:, :, None].expand(-1, -1, repeat, -1, -1, -1).reshape(batch, -1, 2 * num_tokens, width)
+    k = qk[:, :, num_tokens:]
+    read_q, read_k = (qk @ state_BHKV).split(num_tokens, dim=2)
+    dot_q, dot_k = (qk @ k.transpose(-1, -2)).split(num_tokens, dim=2)
+    decay = g_BTH.to(wide).transpose(1, 2).cumsum(dim=-1)
+    pair = (decay[..., :, None] - decay[..., None, :] + _future(num_tokens, wide, k.device)).exp()
+    from_start, strength = decay.exp()[..., None], beta_BTH.to(wide).transpose(1, 2)[..., None]
+    u = strength * (v_BTHV.to(wide).transpose(1, 2) - from_start * read_k)
+    if num_tokens > 1:
+        u = _solve(strength * pair * dot_k, u)
+    o = (from_start * read_q + (pair * dot_q) @ u) * width**-0.5
+    window = DeltaWindow(*(x.unsqueeze(2) for x in (state_BHKV, k, u, decay)))
+    return o.transpose(1, 2).to(v_BTHV.dtype), window
+
+
+@functools.cache
+def _future(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[T, T]: -inf above the diagonal, 0 elsewhere."""
+    with torch.inference_mode(False):
+        return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1)
+
+
+def commit_delta(window: DeltaWindow, n_B: Tensor | int) -> Tensor:
+    """S_n [B, H, K, V] for n tokens of the pass, 0 <= n <= T, one number or one for each row."""
     start, k, u, decay = window
+    if isinstance(n_B, int):
+        return _commit_all(window, n_B)
     batch, _, chunks, length = decay.shape
     if chunks > 1:
         chunk_B = (n_B - 1).clamp(min=0) // length

@@ -20,15 +20,19 @@ def _dense_linear(weight_NK: Tensor) -> Linear:
 def _blocked_linear(weight_NK: Tensor) -> Linear:
     """y = x W^T with W laid out once in oneDNN's blocks.
 
-    At 1 to 16 rows PyTorch's own product spends most of its time on a weight laid out in rows; from 64 rows on it
-    is as good, and its packing needs no second copy. oneDNN's product has no gradient, so autograd takes PyTorch's.
+    At 2 to 64 rows PyTorch's own product spends most of its time on a weight laid out in rows, and on a large one at
+    1 row too; beyond that, and for narrow weights, it is as good or better. oneDNN's product has no gradient, so
+    autograd takes PyTorch's.
     """
-    if weight_NK.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    able = weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if not able or len(weight_NK) < 1024:
         return _dense_linear(weight_NK)
+    small = weight_NK.numel() < 2**20
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach().contiguous(), 8)
 
     def apply(x: Tensor) -> Tensor:
-        if x.requires_grad or x.numel() // x.shape[-1] > 64:
+        rows = x.numel() // x.shape[-1]
+        if x.requires_grad or rows > 64 or (rows == 1 and small):
             return F.linear(x, weight_NK)
         return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
 

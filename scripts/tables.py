@@ -1,0 +1,89 @@
+"""Published numbers: keeps a run's report under benchmarks/results, and writes the tables of the docs from there.
+
+python scripts/tables.py --take runs/pocket pocket_cpu    # the report of a run becomes a published result
+python scripts/tables.py                                  # tables between <!-- results:NAME --> and <!-- end -->
+python scripts/tables.py --check                          # exit code 1 if a table differs from its result
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def take(run: Path, name: str) -> None:
+    report = json.loads((run / "report.json").read_text())
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    result = {"command": report.pop("command"), "commit": commit.stdout.strip(), **report}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The tables of a run's report, in Markdown."""
+    target, environment = result["target"], result["environment"]
+    lines = [
+        f"Measured by `{result['command']}` on {result['date']}: {environment['hardware']}, "
+        f"{environment['precision']}, torch {environment['torch']}.",
+        "",
+        "| step | ms per token | speed-up | accept length |",
+        "|---|---|---|---|",
+    ]
+    for row in result["ledger"]:
+        accept = "" if row["accept_length"] is None else f"{row['accept_length']:.2f}"
+        lines.append(f"| {row['name']} | {row['ms_per_token']:.1f} | {row['speedup']:.2f}x | {accept} |")
+    lines += [
+        "",
+        "| target | KL to the original | top-1 agreement | perplexity |",
+        "|---|---|---|---|",
+        f"| original | 0 | 1 | {target['teacher']['ppl']:.3f} |",
+    ]
+    lines += [
+        f"| {title} | {target[key]['kl']:.4f} | {target[key]['top1']:.4f} | {target[key]['ppl']:.3f} |"
+        for key, title in (("ptq", "INT4, rounded"), ("qad", "INT4, healed"))
+    ]
+    lossless = result["lossless"]
+    lines += [
+        "",
+        f"KL recovered by distillation: {target['kl_recovery']:.0%}. Lossless: {lossless['divergences']} of "
+        f"{lossless['prompts']} answers ({lossless['tokens']} tokens) differ from plain decoding.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def filled(text: str) -> str:
+    def table(match: re.Match[str]) -> str:
+        return match[1] + tables(json.loads((RESULTS / f"{match[2]}.json").read_text())) + match[3]
+
+    return PLACE.sub(table, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--take", nargs=2, metavar=("RUN", "NAME"))
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    if options.take:
+        take(Path(options.take[0]), options.take[1])
+    different = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text()
+        if filled(text) != text:
+            different.append(page.name)
+            if not options.check:
+                page.write_text(filled(text))
+    if options.check and different:
+        sys.exit(f"{', '.join(different)}: tables differ from benchmarks/results; run python scripts/tables.py")
+
+
+if __name__ == "__main__":
+    main()
