@@ -20,7 +20,7 @@ from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import read_prompts
 from twofold.models.checkpoint import load_target
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
-from twofold.models.drafter_checkpoint import save_drafter
+from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.training.draft import DraftConfig, draft_loss, make_blocks, sample_anchors, teacher_forced_acceptance
@@ -94,7 +94,11 @@ def read_rows(folder: Path, name: str) -> PackedRows:
 def train(args: argparse.Namespace) -> None:
     kernels = Kernels.auto(args.device)
     target = load_target(ASSETS, kernels=kernels).to(args.device).freeze()
-    drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels).to(args.device)
+    if args.start is not None:
+        drafter = load_drafter(args.start, kernels=kernels)
+    else:
+        drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels)
+    drafter.to(args.device)
     config = DraftConfig(
         optimizer=OptimizerConfig(steps=1, learning_rate=args.learning_rate),
         loss="soft",
@@ -108,11 +112,13 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.AdamW(vectors, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     heldout = read_rows(args.out, "heldout").to(target.device)
-    began, reported, step, epoch_end, average = time.monotonic(), 0.0, 0, 0, float("nan")
+    began, reported, step, epoch_end, average, known = time.monotonic(), 0.0, 0, 0, float("nan"), 0
     while (progress := (time.monotonic() - began) / args.seconds) < 1:
         if step == epoch_end:
-            rows = read_rows(args.out, "train")
-            features = feature_source(target, rows, SHAPE.target_layer_ids, True, args.rows)
+            if (there := len(list(args.out.glob("train-*")))) > known:
+                rows = read_rows(args.out, "train")
+                features = feature_source(target, rows, SHAPE.target_layer_ids, True, args.rows)
+                known = there
             first, epoch_end = step, step + len(rows) // args.rows
             print(f"{len(rows)} rows, {int(rows.answer_NT.sum())} answer tokens", flush=True)
         for chosen in optimizers:
@@ -145,6 +151,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".cache/pocket/draft"))
     parser.add_argument("--prompts", type=int, default=2400)
     parser.add_argument("--part", type=int, default=100, help="answers made at a time")
+    parser.add_argument("--start", type=Path, help="train: a drafter to go on from")
     parser.add_argument("--seconds", type=float, default=2100)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--anchors", type=int, default=64)

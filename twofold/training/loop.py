@@ -73,11 +73,7 @@ def train(
         history = _restore(folder, parameters, optimizer)
     average = math.nan
     for step in range(done, config.steps):
-        if (
-            config.validate_every
-            and step % config.validate_every == 0
-            and len(history) == step // config.validate_every
-        ):
+        if config.validate_every and step % config.validate_every == 0:
             history.append({"step": step, **validate()})
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
