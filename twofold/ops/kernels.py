@@ -17,26 +17,32 @@ def _dense_linear(weight_NK: Tensor) -> Linear:
     return lambda x: F.linear(x, weight_NK)
 
 
-def _blocked_linear(weight_NK: Tensor) -> Linear:
-    """y = x W^T with W laid out once in oneDNN's blocks.
+FEW_ROWS = 64
 
-    At 2 to 64 rows PyTorch's own product spends most of its time on a weight laid out in rows, and on a large one at
-    1 row too; beyond that, and for narrow weights, it is as good or better. oneDNN's product has no gradient, so
-    autograd takes PyTorch's.
+
+def _cpu_linear(weight_NK: Tensor) -> Linear:
+    """y = x W^T. At up to `FEW_ROWS` rows PyTorch's own product spends most of its time on a weight laid out in rows:
+    a wide weight is laid out once in oneDNN's blocks, a narrow one multiplied from the left, W x^T.
+
+    oneDNN's product has no gradient, so autograd takes PyTorch's.
     """
     able = weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if not able or len(weight_NK) < 1024:
-        return _dense_linear(weight_NK)
-    small = weight_NK.numel() < 2**20
+    if not able or len(weight_NK) < 512:
+        return lambda x: _left_product(x, weight_NK)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach().contiguous(), 8)
 
     def apply(x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if x.requires_grad or rows > 64 or (rows == 1 and small):
+        if x.requires_grad or x.numel() // x.shape[-1] > FEW_ROWS:
             return F.linear(x, weight_NK)
         return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
 
     return apply
+
+
+def _left_product(x: Tensor, weight_NK: Tensor) -> Tensor:
+    if not 1 < x.numel() // x.shape[-1] <= FEW_ROWS:
+        return F.linear(x, weight_NK)
+    return (weight_NK @ x.flatten(0, -2).T).T.view(*x.shape[:-1], -1)
 
 
 def _delta_outside_autocast(*tensors: Any, **optional: Any) -> tuple[Tensor, gated_delta.DeltaWindow]:
@@ -71,7 +77,7 @@ class Kernels:
 
     @staticmethod
     def cpu() -> "Kernels":
-        return replace(Kernels.reference(), name="cpu", freeze_linear=_blocked_linear)
+        return replace(Kernels.reference(), name="cpu", freeze_linear=_cpu_linear)
 
     @staticmethod
     def cuda() -> "Kernels":
