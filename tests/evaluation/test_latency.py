@@ -51,7 +51,7 @@ def test_figures_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[int] = []
     measured = measure_latency(variants, [[2], [4]], 9, 3, lambda done, *_: reports.append(done))
 
-    assert reports == list(range(1, 9))  # 2 prompts, a warm-up and 3 runs each
+    assert reports == list(range(1, 8))  # a warm-up round, then 2 prompts, 3 runs each
     assert order == [("plain", 2), ("fast", 2), ("plain", 4), ("fast", 4)] * 4  # taking turns
     plain, fast = measured["plain"], measured["fast"]
     assert plain.ttft_ms == fast.ttft_ms == pytest.approx(3000)  # the median of 2 s and 4 s

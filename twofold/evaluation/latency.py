@@ -54,16 +54,16 @@ def measure_latency(
     runs: int,
     report: Report,
 ) -> dict[str, Latency]:
-    """Every variant on every prompt, `runs` times after one unmeasured warm-up, greedily.
+    """Every variant on every prompt, `runs` times, greedily, after one unmeasured round on the first prompt.
 
     Variants take turns inside a run, so that what disturbs the machine disturbs all of them. Per token: (total -
     TTFT) / (tokens - 1).
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     cycles = dict.fromkeys(variants, 0)
-    total = len(prompts) * (runs + 1)
+    total = len(prompts) * runs + 1
     for number in range(total):
-        prompt = tuple(prompts[number % len(prompts)])
+        prompt = tuple(prompts[max(0, number - 1) % len(prompts)])
         for name, variant in variants.items():
             began = time.perf_counter()
             answer = decode(variant.target, variant.drafter, prompt, new_tokens, Sampling())
@@ -75,7 +75,7 @@ def measure_latency(
                 count += 1
             whole = time.perf_counter() - began
             assert tokens == new_tokens
-            if number >= len(prompts):  # the first round warms up
+            if number > 0:  # the first round warms up
                 times[name].append((first * 1e3, whole * 1e3))
                 cycles[name] += count
         report(number + 1, total, "")
