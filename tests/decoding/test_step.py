@@ -81,7 +81,6 @@ def test_speculative_is_plain_with_a_random_drafter(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS[-1]], ids=["greedy", "sampled"])
-@pytest.mark.skipif(not (pocket.FOLDER / "drafter").is_dir(), reason="the pocket model has no drafter yet")
 def test_speculative_is_plain_with_the_trained_drafter(sampling: Sampling) -> None:
     accepted = 0
     for asked in pocket.prompts(2):
