@@ -88,7 +88,7 @@ def quality_gates(recipe: Recipe, metrics: Metrics) -> list[Gate]:
         Gate(name="accept_length", measured=metrics["swa"]["accept_length"], threshold=wanted.accept_length),
         Gate(
             name="divergences",
-            measured=metrics["lossless"]["divergences"] - metrics["lossless"]["near_ties"],
+            measured=metrics["lossless"]["divergences"],
             threshold=wanted.divergences,
             direction="<=",
         ),
