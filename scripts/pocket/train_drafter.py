@@ -1,11 +1,11 @@
 """Trains the pocket model's DFlash drafter on the pocket model's own answers.
 
-    python scripts/pocket/train_drafter.py generate --prompts 2400     # beside the next, or before it
-    python scripts/pocket/train_drafter.py train --seconds 2100        # a 2-core CPU will do
+    python scripts/pocket/train_drafter.py generate      # one GPU: a minute
+    python scripts/pocket/train_drafter.py train         # one GPU: the given seconds, and 24 GB for stored features
 
 `generate` lets the target answer training prompts, three of four batches greedily and one at temperature 0.7, and
 stores each batch. `train` learns to guess those answers in blocks: soft labels, Muon for matrices and AdamW for the
-rest, linear decay to zero over the given seconds. It takes up new batches whenever it has been through all it knows.
+rest, linear decay to zero over the given seconds.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import read_prompts
 from twofold.models.checkpoint import load_target
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
-from twofold.models.drafter_checkpoint import load_drafter, save_drafter
+from twofold.models.drafter_checkpoint import save_drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.training.draft import DraftConfig, draft_loss, make_blocks, sample_anchors, teacher_forced_acceptance
@@ -94,11 +94,7 @@ def read_rows(folder: Path, name: str) -> PackedRows:
 def train(args: argparse.Namespace) -> None:
     kernels = Kernels.auto(args.device)
     target = load_target(ASSETS, kernels=kernels).to(args.device).freeze()
-    if args.start is not None:
-        drafter = load_drafter(args.start, kernels=kernels)
-    else:
-        drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels)
-    drafter.to(args.device)
+    drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels).to(args.device)
     config = DraftConfig(
         optimizer=OptimizerConfig(steps=1, learning_rate=args.learning_rate),
         loss="soft",
@@ -111,20 +107,15 @@ def train(args: argparse.Namespace) -> None:
         Muon(matrices, lr=args.learning_rate),
         torch.optim.AdamW(vectors, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    heldout = read_rows(args.out, "heldout").to(target.device)
-    began, reported, step, epoch_end, average, known = time.monotonic(), 0.0, 0, 0, float("nan"), 0
+    rows, heldout = read_rows(args.out, "train"), read_rows(args.out, "heldout").to(target.device)
+    features = feature_source(target, rows, SHAPE.target_layer_ids, True, 64)
+    print(f"{len(rows)} rows, {int(rows.answer_NT.sum())} answer tokens", flush=True)
+    began, reported, step, average = time.monotonic(), 0.0, 0, float("nan")
     while (progress := (time.monotonic() - began) / args.seconds) < 1:
-        if step == epoch_end:
-            if (there := len(list(args.out.glob("train-*")))) > known:
-                rows = read_rows(args.out, "train")
-                features = feature_source(target, rows, SHAPE.target_layer_ids, True, args.rows)
-                known = there
-            first, epoch_end = step, step + len(rows) // args.rows
-            print(f"{len(rows)} rows, {int(rows.answer_NT.sum())} answer tokens", flush=True)
         for chosen in optimizers:
             for group in chosen.param_groups:
                 group["lr"] = args.learning_rate * min((step + 1) / 20, 1.0, (1 - progress) / 0.7)
-        numbers = rows.batch(args.rows, step - first, args.seed + first)
+        numbers = rows.batch(args.rows, step, args.seed)
         batch = rows.select(numbers).to(target.device)
         blocks = make_blocks(batch, sample_anchors(batch, args.anchors, step), SHAPE.block_size, SHAPE.mask_token_id)
         loss = draft_loss(drafter, target, batch, blocks, features(numbers), config)
@@ -149,18 +140,18 @@ def main() -> None:
     parser.add_argument("what", choices=("generate", "train"))
     parser.add_argument("--data", type=Path, default=Path(".cache/pocket"))
     parser.add_argument("--out", type=Path, default=Path(".cache/pocket/draft"))
-    parser.add_argument("--prompts", type=int, default=2400)
-    parser.add_argument("--part", type=int, default=100, help="answers made at a time")
-    parser.add_argument("--start", type=Path, help="train: a drafter to go on from")
-    parser.add_argument("--seconds", type=float, default=2100)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--anchors", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--prompts", type=int, default=36_000)
+    parser.add_argument("--part", type=int, default=3072, help="answers made at a time")
+    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--anchors", type=int, default=48)
+    parser.add_argument("--learning-rate", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")
     args.out.mkdir(parents=True, exist_ok=True)
     (make_answers if args.what == "generate" else train)(args)
 

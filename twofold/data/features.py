@@ -37,9 +37,11 @@ def feature_source(
     """
     if not stored:
         return lambda numbers: features_of(target, rows.select(numbers), taps)
-    parts = [features_of(target, rows.select(part), taps) for part in torch.arange(len(rows)).split(batch_rows)]
-    whole = Features(
-        torch.cat([part.hidden for part in parts]),
-        [torch.cat([part.taps[i] for part in parts]) for i in range(len(taps))],
-    )
+    size = (len(rows), rows.token_ids_NT.shape[1], target.config.hidden_size)
+    new = target.norm.weight.detach().new_empty
+    whole = Features(new(size), [new(size) for _ in taps])
+    for part in torch.arange(len(rows)).split(batch_rows):
+        made = features_of(target, rows.select(part), taps)
+        for kept, x in zip((whole.hidden, *whole.taps), (made.hidden, *made.taps), strict=True):
+            kept[part] = x
     return whole.select
