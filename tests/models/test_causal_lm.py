@@ -1,10 +1,14 @@
 """Taps, and packed documents that do not see each other."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.models.tiny import HYBRID, PLAIN, VOCABULARY, build, tokens
+from twofold.models import causal_lm
+from twofold.models.causal_lm import Layer
 from twofold.models.config import ModelConfig
 from twofold.ops.kernels import Kernels
 
@@ -117,3 +121,36 @@ def test_gradient_of_a_packed_loss_is_the_sum_over_documents(config: ModelConfig
         assert both is not None
         assert gradient.abs().max() > 0, name
         assert (both - gradient).norm() <= 1e-8 * gradient.norm(), name
+
+
+@both_models
+def test_checkpointed_activations_change_no_bit(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states, taps and gradients; each layer is computed twice."""
+    results, calls = [], []
+    forward = Layer.forward
+
+    def counted(self: Layer, *args: Any) -> Tensor:
+        calls.append(self)
+        return forward(self, *args)
+
+    monkeypatch.setattr(Layer, "forward", counted)
+    for checkpointing in (False, True):
+        model = build(config)
+        model.checkpointing = checkpointing
+        calls.clear()
+        hidden, taps = model(tokens(2, 80), torch.arange(80).remainder(33).expand(2, -1), taps=(1, 0))
+        (hidden.square().sum() + taps[0].sin().sum() + taps[1].cos().sum()).backward()
+        assert len(calls) == config.num_layers * (1 + checkpointing)
+        results.append([hidden, *taps, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) > 3 + config.num_layers
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_passes_without_gradients_are_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "checkpoint", None)
+    model = build(HYBRID)
+    model.checkpointing = True
+    with torch.no_grad():
+        model(tokens(1, 4))
+    state = model.new_state(1, 8)
+    model(tokens(1, 4), state=state)

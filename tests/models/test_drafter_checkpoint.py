@@ -14,7 +14,7 @@ from tests.models.test_drafter import CONFIG, blocks, drafter, taps
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, packable_groups, save_drafter
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
-from twofold.quant.rounding import search_scale
+from twofold.quant.rounding import search_grid
 from twofold.quant.scheme import QuantScheme
 
 
@@ -26,12 +26,10 @@ def bfloat(made: Drafter) -> Drafter:
     return made
 
 
-def packed(made: Drafter) -> Drafter:
-    scheme = QuantScheme(group_size=16)
-
+def packed(made: Drafter, scheme: QuantScheme = QuantScheme(group_size=16)) -> Drafter:
     def pack(_: str, linear: torch.nn.Linear) -> PackedLinear:
-        scale = search_scale(linear.weight.detach(), scheme)
-        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, scale, scheme))
+        grid = search_grid(linear.weight.detach(), scheme)
+        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, scheme))
 
     replace_linears(made, [name for group in packable_groups(made.config) for name in group], pack)
     return made
@@ -73,6 +71,15 @@ def test_packed_layers_are_said_in_the_config(tmp_path: Path) -> None:
     assert quantization["ignore"] == []
     names = load_file(tmp_path / "model.safetensors").keys()
     assert {"fc.weight_packed", "fc.weight_scale", "fc.weight_shape"} <= names
+
+
+@pytest.mark.parametrize("scheme", [QuantScheme(group_size=16, symmetric=False), QuantScheme(bits=8, group_size=-1)])
+def test_other_schemes_come_back(tmp_path: Path, scheme: QuantScheme) -> None:
+    made = packed(bfloat(drafter()), scheme)
+    save_drafter(made, tmp_path)
+    loaded = load_drafter(tmp_path)
+    assert {layer.scheme for layer in loaded.modules() if isinstance(layer, PackedLinear)} == {scheme}
+    assert torch.equal(outputs(made), outputs(loaded))
 
 
 def test_every_linear_layer_is_in_one_group() -> None:

@@ -14,7 +14,7 @@ from twofold.models.drafter_checkpoint import packable_groups
 from twofold.quant.calibrate import gptq_in_order
 from twofold.quant.gptq import GptqReport, Hessian
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
-from twofold.quant.rounding import search_scale
+from twofold.quant.rounding import search_grid
 from twofold.quant.scheme import QuantScheme
 from twofold.training.draft import draft_logits, make_blocks, sample_anchors
 
@@ -39,8 +39,8 @@ def rounded(drafter: Drafter) -> Drafter:
     made = copy.deepcopy(drafter)
 
     def pack(_: str, linear: torch.nn.Linear) -> PackedLinear:
-        scale = search_scale(linear.weight.detach(), SCHEME)
-        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, scale, SCHEME))
+        grid = search_grid(linear.weight.detach(), SCHEME)
+        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, SCHEME))
 
     replace_linears(made, [name for group in packable_groups(made.config) for name in group], pack)
     return made

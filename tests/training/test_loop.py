@@ -151,3 +151,105 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     how = OptimizerConfig(steps=150, learning_rate=0.05)
     train(dict(model.named_parameters()), loss_at, how, Checkpoints(tmp_path), lambda *_: None, dict)
     assert sum(values[-10:]) < 0.2 * sum(values[:10])
+
+
+def test_a_loss_that_is_not_finite_stops_and_is_blamed(tmp_path: Path) -> None:
+    """The checkpoint before it stays, and so do the parameters."""
+    model, asked = network(), []
+
+    def loss_at(step: int) -> Tensor:
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        return model(x * (math.nan if step == 7 else 1.0)).square().mean()
+
+    def blame(step: int) -> str:
+        asked.append((step, [p.detach().clone() for p in model.parameters()]))
+        return "layers.3"
+
+    checkpoints = Checkpoints(tmp_path)
+    message = r"step 7: the loss is not finite, first in layers\.3; lower the learning rate, or check the weights"
+    with pytest.raises(RuntimeError, match=message):
+        train(dict(model.named_parameters()), loss_at, config(every=5), checkpoints, lambda *_: None, dict, blame=blame)
+    assert [step for step, _ in asked] == [7]
+    assert all(torch.equal(a, b) for a, b in zip(asked[0][1], model.parameters(), strict=True))
+    found = checkpoints.latest()
+    assert found is not None
+    assert found[0] == 5
+
+
+def test_a_broken_gradient_is_named_where_it_began(tmp_path: Path) -> None:
+    """The square root's slope at 0 breaks layer 2's output; all before it break with it, the last layer does not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def loss_at(step: int) -> Tensor:
+        x = model[1](model[0](torch.ones(1, 4)))
+        return model[2]((x - x.detach()).sqrt()).sum()
+
+    with pytest.raises(RuntimeError, match=r"step 0: the gradient of 1\.bias is not finite"):
+        train(dict(model.named_parameters()), loss_at, config(), Checkpoints(tmp_path), lambda *_: None, dict)
+    assert model[2].weight.grad is not None
+    assert model[2].weight.grad.isfinite().all()
+
+
+class Valley:
+    """A weight that walks one way; the validations follow a list."""
+
+    def __init__(self, folder: Path, kl: list[float], kill_at: int | None = None) -> None:
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.seen: dict[float, Tensor] = {}
+        self.kl, self.folder, self.kill_at = kl, folder, kill_at
+        self.at = 0
+
+    def loss_at(self, step: int) -> Tensor:
+        if step == self.kill_at:
+            raise Killed
+        self.at = step + 1
+        return self.weight.sum()
+
+    def run(self) -> History:
+        how = OptimizerConfig(steps=20, learning_rate=0.1, checkpoint_every=3, validate_every=5)
+
+        def validate() -> dict[str, float]:
+            kl = self.kl[self.at // 5]
+            self.seen[kl] = self.weight.detach().clone()
+            return {"kl": kl}
+
+        return train(
+            {"weight": self.weight},
+            self.loss_at,
+            how,
+            Checkpoints(self.folder),
+            lambda *_: None,
+            validate,
+            keep_least="kl",
+        )
+
+
+@pytest.mark.parametrize(
+    ("kl", "least"),
+    [
+        ([0.5, 0.2, 0.3, 0.4, 0.6], 0.2),
+        ([0.1, 0.2, 0.3, 0.4, 0.6], 0.1),  # before the first step: the rounded model itself
+        ([0.5, 0.4, 0.3, 0.2, 0.1], 0.1),
+        ([math.nan, 0.4, 0.3, math.nan, 0.5], 0.3),
+    ],
+)
+@pytest.mark.parametrize("kill_at", [4, 8, 11, 19])
+def test_the_best_is_kept_also_over_a_kill(tmp_path: Path, kl: list[float], least: float, kill_at: int) -> None:
+    whole = Valley(tmp_path / "whole", kl)
+    history = whole.run()
+    assert [entry["step"] for entry in history] == [0, 5, 10, 15, 20]
+    assert torch.equal(whole.weight, whole.seen[least])
+    assert len({tuple(weight.tolist()) for weight in whole.seen.values()}) == len(whole.seen)
+    with pytest.raises(Killed):
+        Valley(tmp_path / "parts", kl, kill_at).run()
+    resumed = Valley(tmp_path / "parts", kl)
+    resumed.at = kill_at // 3 * 3
+    assert str(resumed.run()) == str(history)  # nan is not nan
+    assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_the_first_of_equals_is_the_best(tmp_path: Path) -> None:
+    valley = Valley(tmp_path, [0.5, 0.2, 0.2, 0.2, 0.6])
+    start = valley.weight.detach().clone()
+    valley.run()
+    assert start[0] > valley.weight[0] > valley.seen[0.2][0]  # `seen` holds the last of the three

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
@@ -52,6 +53,7 @@ class CausalLM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.head = Projections(self, "lm_head")
+        self.checkpointing = False  # passes with gradients keep the layers' inputs alone, and compute each layer twice
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +89,10 @@ class CausalLM(nn.Module):
         x_BTD = self.embed_tokens(token_ids_BT)
         outputs: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, place, None if state is None else state.layers[i])
+            if state is None and self.checkpointing and torch.is_grad_enabled():
+                x_BTD = checkpoint(layer, x_BTD, place, None, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BTD = layer(x_BTD, place, None if state is None else state.layers[i])
             if i in taps:
                 outputs[i] = x_BTD
         return self.norm(x_BTD), [outputs[i] for i in taps]

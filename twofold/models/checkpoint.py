@@ -1,13 +1,13 @@
-"""Hugging Face folders to and from `CausalLM`, dense or INT4 (compressed-tensors `pack-quantized`).
+"""Hugging Face folders to and from `CausalLM`, dense or packed (compressed-tensors `pack-quantized`).
 
 The names in a file are ours behind a prefix, see `folder`.
 """
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,10 @@ from torch import Tensor, nn
 
 from twofold.models.causal_lm import CausalLM
 from twofold.models.config import FULL, LINEAR, ModelConfig
-from twofold.models.folder import (
-    PREFIXES,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    file_name,
-    own_names,
-    read_json,
-    read_tensors,
-)
+from twofold.models.folder import TOKENIZER_FILES, WEIGHTS, file_name, own_names, read_json, read_tensors
+from twofold.models.packed import PACKED_PARTS, install_packed, quantization_config, stored_as
 from twofold.ops.kernels import Kernels
-from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
-from twofold.quant.rounding import stored_scale
-from twofold.quant.scheme import QuantScheme
-
-PACKED_PARTS = (".weight_packed", ".weight_scale", ".weight_shape")
-
-# Engines join these into one matrix, which has one scheme.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
+from twofold.quant.linear import FakeQuantLinear, PackedLinear
 
 
 def packable_linears(config: ModelConfig) -> list[str]:
@@ -85,8 +71,9 @@ def save_target(
     """Writes `model` as a folder that transformers and `load_target` read; dense weights in bfloat16.
 
     config.json and the tokenizer's files come from `source`; `extra_config` updates the former. Without a
-    source the config is made from the model's. The head of tied embeddings is not written twice. ValueError
-    when the config would not describe the model, or when the format cannot say how its layers are quantized.
+    source the config is made from the model's. The head of tied embeddings is not written twice; a packed
+    head is a matrix of its own, and the embedding stays dense beside it, no longer tied. ValueError when the config
+    would not describe the model, or when the format cannot say how its layers are quantized.
     """
     tensors: dict[str, Tensor] = {}
     if fake := [name for name, layer in model.named_modules() if isinstance(layer, FakeQuantLinear)]:
@@ -105,7 +92,8 @@ def save_target(
     if model.config.eos_token_ids:
         generation["eos_token_id"] = hf["eos_token_id"]
     described = _model_config(folder / "config.json", hf, generation)
-    if different := [key for key, value in vars(model.config).items() if getattr(described, key) != value]:
+    config = replace(model.config, tie_embeddings=tied)
+    if different := [key for key, value in vars(config).items() if getattr(described, key) != value]:
         raise ValueError(
             f"the config of {source} does not describe this model ({', '.join(different)} differ); "
             "give the folder that the model came from"
@@ -187,6 +175,8 @@ def _written_config(model: CausalLM, source: Path | None, extra_config: Mapping[
     hf["dtype"] = "bfloat16"
     if ids := model.config.eos_token_ids:
         hf["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids)
+    if isinstance(model.lm_head, PackedLinear):
+        hf["tie_word_embeddings"] = False
     hf |= extra_config
     if (quantization := _quantization_config(model)) is not None:
         hf["quantization_config"] = quantization
@@ -194,23 +184,10 @@ def _written_config(model: CausalLM, source: Path | None, extra_config: Mapping[
 
 
 def _quantization_config(model: CausalLM) -> dict[str, Any] | None:
-    layers = dict(model.named_modules())
-    packed = {name: layer.scheme for name, layer in layers.items() if isinstance(layer, PackedLinear)}
-    if not packed:
-        return None
-    if len(set(packed.values())) > 1:
-        raise ValueError("the layers are packed with several schemes; the checkpoint format holds one")
-    for name in packed:
-        parent, _, own = name.rpartition(".")
-        members = next((group for group in _FUSED if own in group), ())
-        if dense := [f"{parent}.{member}" for member in members if f"{parent}.{member}" not in packed]:
-            raise ValueError(f"{name} is packed and {dense[0]} is not; engines join them, so pack all or none")
-    ignore = [] if "lm_head" in packed else ["lm_head"]
+    ignore = ["lm_head"] if isinstance(model.lm_head, nn.Linear) else []
     if LINEAR in model.config.layer_types:
         ignore.append("re:.*in_proj_[ab]$")
-    dense = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    ignore += [file_name(name) for name in dense if not _matches(name, ignore)]
-    return next(iter(packed.values())).to_compressed_tensors(ignore)
+    return quantization_config(model, ignore, file_name)
 
 
 def _is_tied(model: CausalLM) -> bool:
@@ -225,62 +202,6 @@ def _drop_tied_head(tensors: dict[str, Tensor], folder: Path) -> None:
             f"{folder}: lm_head.weight differs from the embedding although config.json ties them; "
             "set tie_word_embeddings to false"
         )
-
-
-def install_packed(
-    module: nn.Module, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any] | None, folder: Path
-) -> None:
-    """Puts an empty `PackedLinear` where `tensors` has packed weights.
-
-    ValueError unless those layers are the ones that `quantization`, of config.json, says.
-    """
-    packed = {name.removesuffix(PACKED_PARTS[0]) for name in tensors if name.endswith(PACKED_PARTS[0])}
-    if quantization is None:
-        if packed:
-            raise ValueError(f"{folder}: {min(packed)} is packed, but config.json has no quantization_config")
-        return
-    try:
-        scheme = QuantScheme.from_compressed_tensors(quantization)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
-    _check_packed(module, packed, quantization)
-
-    def empty(name: str, linear: nn.Linear) -> nn.Module:
-        needed = [linear.out_features, linear.in_features]
-        scheme.validate(name, needed)
-        said = tensors.get(f"{name}.weight_shape")
-        if said is not None and said.tolist() != needed:
-            raise ValueError(f"{folder}: {name}.weight_shape says {said.tolist()}, where config.json needs {needed}")
-        with torch.device("meta"):
-            return PackedLinear(linear.in_features, linear.out_features, scheme, linear.bias is not None)
-
-    replace_linears(module, sorted(packed), empty)
-
-
-def _check_packed(module: nn.Module, packed: set[str], quantization: Mapping[str, Any]) -> None:
-    """ValueError unless the layers packed in the file are those that config.json says."""
-    targets = [target for group in quantization["config_groups"].values() for target in group.get("targets", ())]
-    ignore = quantization.get("ignore") or ()
-    linears = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    for name in sorted(linears | packed):
-        said = name in linears and _matches(name, targets) and not _matches(name, ignore)
-        if said != (name in packed):
-            raise ValueError(
-                f"{name} is {'packed' if name in packed else 'dense'} in the weights, but by targets and "
-                f"ignore of config.json's quantization_config it is {'packed' if said else 'dense'}"
-            )
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a Linear is meant: by name, with or without prefix, by "re:" and an expression, or by class."""
-    spellings = [name, *(prefix + name for prefix in PREFIXES)]
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if any(re.match(pattern[3:], spelling) for spelling in spellings):
-                return True
-        elif pattern == "Linear" or pattern in spellings:
-            return True
-    return False
 
 
 def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -300,13 +221,3 @@ def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
-
-
-def stored_as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of a file as a model holds it: dense ones in `dtype`, packed ones as they are."""
-    if name.endswith(".weight_scale"):
-        try:
-            return stored_scale(tensor)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return tensor if name.endswith(PACKED_PARTS) else tensor.to(dtype)

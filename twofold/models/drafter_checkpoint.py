@@ -1,17 +1,16 @@
-"""DFlash drafter folders: config.json and model.safetensors, dense or INT4; names without prefix."""
+"""DFlash drafter folders: config.json and model.safetensors, dense or packed; names without prefix."""
 
 import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
-from twofold.models import checkpoint
+from twofold.models.checkpoint import check_tensors
 from twofold.models.drafter import Drafter, DrafterConfig
 from twofold.models.folder import WEIGHTS, read_json, read_tensors
+from twofold.models.packed import PACKED_PARTS, install_packed, quantization_config, stored_as
 from twofold.ops.kernels import Kernels
-from twofold.quant.linear import PackedLinear
 
 
 def packable_groups(config: DrafterConfig) -> list[list[str]]:
@@ -35,22 +34,20 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kern
     tensors = read_tensors(folder)
     with torch.device("meta"):
         drafter = Drafter(config, kernels)
-    checkpoint.install_packed(drafter, tensors, quantization, folder)
-    checkpoint.check_tensors(drafter.state_dict(), tensors, folder)
-    stored = {name: checkpoint.stored_as(name, tensor, dtype) for name, tensor in tensors.items()}
+    install_packed(drafter, tensors, quantization, folder)
+    check_tensors(drafter.state_dict(), tensors, folder)
+    stored = {name: stored_as(name, tensor, dtype) for name, tensor in tensors.items()}
     drafter.load_state_dict(stored, assign=True)
     return drafter
 
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:
-    """Writes `drafter`, dense weights in bfloat16."""
+    """Writes `drafter`, dense weights in bfloat16; ValueError as for `save_target`."""
     hf = drafter.config.to_hf()
-    packed = [layer for layer in drafter.modules() if isinstance(layer, PackedLinear)]
-    if packed:
-        dense = [name for name, layer in drafter.named_modules() if isinstance(layer, nn.Linear)]
-        hf["quantization_config"] = packed[0].scheme.to_compressed_tensors(dense)
+    if (quantization := quantization_config(drafter)) is not None:
+        hf["quantization_config"] = quantization
     tensors = {
-        name: (tensor if name.endswith(checkpoint.PACKED_PARTS) else tensor.to(torch.bfloat16)).cpu().contiguous()
+        name: (tensor if name.endswith(PACKED_PARTS) else tensor.to(torch.bfloat16)).cpu().contiguous()
         for name, tensor in drafter.state_dict().items()
     }
     folder.mkdir(parents=True, exist_ok=True)

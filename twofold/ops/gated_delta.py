@@ -190,22 +190,17 @@ def gated_delta(
     k_end = (k * to_end[..., None]).transpose(-1, -2)
 
     state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state_BHKV is None else state_BHKV
-    starts, writes, outputs = [], [], []
-    for c in range(chunks):
+    starts, writes = [], []
+    for c in range(chunks):  # only what one chunk hands to the next; the rest is done for all chunks at once
         starts.append(state)
         u = torch.baddbmm(
             written[:, :, c].flatten(0, 1), erased[:, :, c].flatten(0, 1), state.flatten(0, 1), alpha=-1
         ).unflatten(0, state.shape[:2])
         writes.append(u)
-        outputs.append(q_start[:, :, c] @ state + seen[:, :, c] @ u)
         if c + 1 < chunks:  # the last state is made by `commit_delta`
             state = state * from_start[:, :, c, -1, None, None] + k_end[:, :, c] @ u
-    if chunks == 1:
-        window = DeltaWindow(starts[0].unsqueeze(2), k, writes[0].unsqueeze(2), decay)
-        o = outputs[0]
-    else:
-        window = DeltaWindow(torch.stack(starts, dim=2), k, torch.stack(writes, dim=2), decay)
-        o = torch.cat(outputs, dim=2)[:, :, :num_tokens]
+    window = DeltaWindow(torch.stack(starts, dim=2), k, torch.stack(writes, dim=2), decay)
+    o = (q_start @ window.start_BHCKV + seen @ window.u_BHCLV).flatten(2, 3)[:, :, :num_tokens]
     return o.transpose(1, 2).to(v_BTHV.dtype), window
 
 

@@ -1,11 +1,13 @@
 """Stages that make the target: prompts, generate, quantize, distill, pack, regenerate."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from twofold.data.conversations import (
     Conversation,
@@ -21,10 +23,12 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
+from twofold.pipeline.artifact import read_manifest
 from twofold.pipeline.digest import Json
+from twofold.pipeline.recipe import load_config
 from twofold.pipeline.stage import StageContext
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
-from twofold.quant.rounding import fake_quantize, search_scale
+from twofold.quant.rounding import fake_quantize, search_grid
 from twofold.quant.scheme import QuantScheme
 from twofold.training.distill import DistillConfig, distill
 
@@ -97,11 +101,11 @@ def quantize(context: StageContext[With[QuantScheme]]) -> Metrics:
 
     def rounded(name: str, linear: torch.nn.Linear) -> PackedLinear:
         weight = linear.weight.detach()
-        scale = search_scale(weight, scheme)
-        lost = fake_quantize(weight, scale, scheme) - weight
+        grid = search_grid(weight, scheme)
+        lost = fake_quantize(weight, grid, scheme) - weight
         errors[name] = float(lost.norm() / weight.norm())
         context.report(len(errors), len(names), f"relative error {errors[name]:.3f}")
-        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, scale, scheme))
+        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, scheme))
 
     replace_linears(model, names, rounded)
     save_target(model, context.output, context.config.model)
@@ -114,13 +118,13 @@ def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
     return pack(load_conversations(context.inputs["generate"] / HELDOUT), context.config.own.row_length)
 
 
-def fake_quantized(model: CausalLM, grid: CausalLM) -> CausalLM:
+def fake_quantized(model: CausalLM, grid: CausalLM, learn_scale: bool = False) -> CausalLM:
     """`model` with every layer that is packed in `grid` fake-quantized on that layer's scales."""
 
     def on_grid(name: str, linear: torch.nn.Linear) -> FakeQuantLinear:
         packed = grid.get_submodule(name)
         assert isinstance(packed, PackedLinear)
-        return FakeQuantLinear.from_linear(linear, packed.weight_scale, packed.scheme)
+        return FakeQuantLinear.from_linear(linear, packed.grid, packed.scheme, learn_scale=learn_scale)
 
     names = [name for name, layer in grid.named_modules() if isinstance(layer, PackedLinear)]
     replace_linears(model, names, on_grid)
@@ -128,20 +132,50 @@ def fake_quantized(model: CausalLM, grid: CausalLM) -> CausalLM:
 
 
 def heal(context: StageContext[With[DistillConfig]]) -> Metrics:
-    """Quantization-aware distillation from the original model, on its own answers."""
+    """Quantization-aware distillation from the original model, on its own answers or the quantized one's."""
     config = context.config.own
     teacher = load_frozen(context.config.model)
-    student = fake_quantized(load(context.config.model), load(context.inputs["quantize"]))
-    rows = pack(load_conversations(context.inputs["generate"] / TRAIN), config.row_length)
+    grid = load(context.inputs["quantize"])
+    student = fake_quantized(load(context.config.model), grid, config.scales == "learned")
+    told = _own_answers(context) if config.text == "student" else context.inputs["generate"] / TRAIN
+    rows = pack(load_conversations(told), config.row_length)
     heldout = _heldout_rows(context)
 
     def validate() -> dict[str, float]:
         return fidelity(student, teacher, heldout)
 
     history = distill(student, teacher, rows, config, context.seed, context.checkpoints, context.report, validate)
-    weights = {name: p.detach().cpu().contiguous() for name, p in student.named_parameters()}
-    save_file({k: v for k, v in weights.items() if k != "lm_head.weight"}, str(context.output / "student.safetensors"))
+    save_file(_healed(student, config.head), str(context.output / "student.safetensors"))
     return {"curve": [dict(entry) for entry in history]}
+
+
+def _own_answers(context: StageContext[With[DistillConfig]]) -> Path:
+    """The quantized model's answers to the prompts of stage generate, made as that stage made its own.
+
+    Kept beside the checkpoints, so that a resumed run learns from them without asking again.
+    """
+    path = context.checkpoints.folder / "answers.safetensors"
+    if not path.exists():
+        folder = context.inputs["generate"]
+        made = load_config(GenerateConfig, read_manifest(folder).config["own"], str(folder))
+        asked = [c.prompt_ids for c in load_conversations(folder / TRAIN)]
+        student = load_frozen(context.inputs["quantize"])
+        answered = generate(student, asked, made, context.seed, context.report)
+        temporary = path.with_name(f".{path.name}")
+        save_conversations(answered, temporary)
+        os.replace(temporary, path)
+    return path
+
+
+def _healed(student: CausalLM, head: bool) -> dict[str, Tensor]:
+    """The master weights, and learned scales as they are stored; without a head that has not learned."""
+    healed = {n: p.detach() for n, p in student.named_parameters() if head or not n.startswith("lm_head.")}
+    for name in healed:
+        if name.endswith(".scale"):
+            layer = student.get_submodule(name.removesuffix(".scale"))
+            assert isinstance(layer, FakeQuantLinear)
+            healed[name] = layer.grid.scale_NG
+    return {name: tensor.cpu().contiguous() for name, tensor in healed.items()}
 
 
 def pack_target(context: StageContext[Path]) -> Metrics:
@@ -150,7 +184,7 @@ def pack_target(context: StageContext[Path]) -> Metrics:
     healed = load_file(str(context.inputs["distill"] / "student.safetensors"))
     missing, unexpected = student.load_state_dict(healed, strict=False)
     assert not unexpected, unexpected
-    assert all(name.endswith(("scale", "lm_head.weight")) for name in missing), missing
+    assert all(name.endswith(("scale", "zero", "lm_head.weight")) for name in missing), missing
     names = pack_linears(student)
     save_target(student, context.output, context.config)
     size = (context.output / "model.safetensors").stat().st_size

@@ -49,8 +49,8 @@ def gptq_in_order(
         hessians = _hessians(network, group, run)
 
         def pack(name: str, linear: nn.Linear, hessians: dict[str, Hessian] = hessians) -> nn.Module:
-            q, scale, reports[name] = gptq(linear.weight, hessians[name].matrix(), scheme, damping)
-            return PackedLinear.from_integers(q, scale, scheme, linear.bias, cache_dtype=linear.weight.dtype)
+            q, grid, reports[name] = gptq(linear.weight, hessians[name].matrix(), scheme, damping)
+            return PackedLinear.from_integers(q, grid, scheme, linear.bias, cache_dtype=linear.weight.dtype)
 
         replace_linears(network, group, pack)
         report(number, len(groups), ", ".join(group))

@@ -8,14 +8,14 @@ H^-1 = U^T U, U upper triangular, column k of W becomes q_k = round(w_k), and fo
 N output features, K input features, G groups of g inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from twofold.ops.int4 import QMAX, QMIN, dequantize
-from twofold.quant.rounding import quantize, search_scale, stored_scale
-from twofold.quant.scheme import QuantScheme
+from twofold.ops.integers import dequantize
+from twofold.quant.rounding import Grid, quantize, search_grid, stored_grid
+from twofold.quant.scheme import CHANNEL, QuantScheme
 
 _BLOCK = 128
 _LARGEST_DAMPING = 1.0
@@ -64,12 +64,12 @@ def gptq(
     hessian_KK: Tensor,
     scheme: QuantScheme,
     damping: float = 0.01,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, GptqReport]:
-    """Round W [N, K] to q int8 [N, K] with scales bfloat16 [N, G], given H [K, K].
+    grid: Grid | None = None,
+) -> tuple[Tensor, Grid, GptqReport]:
+    """Round W [N, K] to q int8 [N, K] on a grid, given H [K, K].
 
-    Without `scale`, that of a group is searched when the group is reached, on weights which already make up
-    for earlier errors. An input that was always zero (H_kk = 0) counts as one of average size that does not
+    Without `grid`, that of a group is searched when the group is reached, on weights which already make up for
+    earlier errors. An input that was always zero (H_kk = 0) counts as one of average size that does not
     depend on the others, so its weights are rounded to nearest. H is factorized in its own dtype, the
     weights are float32. Raises ValueError when shapes do not fit or H is not finite.
     """
@@ -81,18 +81,16 @@ def gptq(
         raise ValueError("H has NaN or infinity; the inputs of this layer overflowed during calibration")
     group = scheme.group_length(num_inputs)
     weight = weight_NK.to(torch.float32)
-    if scale is not None:
-        scale = stored_scale(scale)
-        if tuple(scale.shape) != (weight.shape[0], scheme.num_groups(num_inputs)):
-            raise ValueError(f"scales {list(scale.shape)} do not fit a weight {list(weight.shape)}")
+    if grid is not None:
+        grid = stored_grid(grid, weight.shape, scheme)
     live_KK, dead_columns = _revive(hessian_KK)
     factor, used_damping = _inverse_factor(live_KK, damping)
     if factor is None:
-        scale_NG = search_scale(weight, scheme) if scale is None else scale
-        q_NK = quantize(weight, scale_NG, scheme)
+        grid = search_grid(weight, scheme) if grid is None else grid
+        q_NK = quantize(weight, grid, scheme)
     else:
-        q_NK, scale_NG = _round_columns(weight, factor.to(torch.float32), scheme, scale)
-    error = hessian_error(weight - dequantize(q_NK, scale_NG, group, torch.float32), hessian_KK)
+        q_NK, grid = _round_columns(weight, factor.to(torch.float32), scheme, grid)
+    error = hessian_error(weight - dequantize(q_NK, *grid, group, torch.float32), hessian_KK)
     energy = hessian_error(weight, hessian_KK)
     report = GptqReport(
         damping=used_damping,
@@ -101,7 +99,7 @@ def gptq(
         error=error,
         relative_error=error / energy if energy > 0 else 0.0,
     )
-    return q_NK, scale_NG, report
+    return q_NK, grid, report
 
 
 def hessian_error(difference_NK: Tensor, hessian_KK: Tensor) -> float:
@@ -142,34 +140,37 @@ def _inverse_factor(hessian_KK: Tensor, damping: float) -> tuple[Tensor | None, 
         damping = min(max(10 * damping, 1e-4), _LARGEST_DAMPING)
 
 
-def _round_columns(
-    weight_NK: Tensor, factor_KK: Tensor, scheme: QuantScheme, scale_NG: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _round_columns(weight_NK: Tensor, factor_KK: Tensor, scheme: QuantScheme, grid: Grid | None) -> tuple[Tensor, Grid]:
     rows, num_inputs = weight_NK.shape
     group = scheme.group_length(num_inputs)
     # Transposed, a column of W is contiguous.
     w_KN = weight_NK.T.contiguous().clone()
     q_KN = torch.empty(num_inputs, rows, dtype=torch.int8, device=weight_NK.device)
     importance_K = factor_KK.diagonal().square().reciprocal()
-    search = scale_NG is None
-    if scale_NG is None:
+    search = grid is None
+    if grid is None:
         scale_NG = torch.empty(rows, num_inputs // group, dtype=torch.bfloat16, device=weight_NK.device)
-    channel = QuantScheme(group_size=-1)
+        grid = Grid(scale_NG, None if scheme.symmetric else torch.empty_like(scale_NG, dtype=torch.int8))
+    channel = replace(scheme, group_size=CHANNEL)
     for start, end in _blocks(num_inputs, group):
         errors = torch.empty(end - start, rows, device=weight_NK.device)
         for k in range(start, end):
             j = k // group
             if search and k % group == 0:
                 members = slice(k, k + group)
-                scale_NG[:, j] = search_scale(w_KN[members].T, channel, importance_K[members])[:, 0]
-            step_N = scale_NG[:, j].to(torch.float32)
-            rounded_N = (w_KN[k] / step_N).round_().clamp_(QMIN, QMAX)
-            q_KN[k] = rounded_N
-            error_N = (w_KN[k] - rounded_N * step_N) / factor_KK[k, k]
+                found = search_grid(w_KN[members].T, channel, importance_K[members])
+                grid.scale_NG[:, j] = found.scale_NG[:, 0]
+                if grid.zero_NG is not None and found.zero_NG is not None:
+                    grid.zero_NG[:, j] = found.zero_NG[:, 0]
+            step_N = grid.scale_NG[:, j].to(torch.float32)
+            zero_N = 0 if grid.zero_NG is None else grid.zero_NG[:, j]
+            level_N = (w_KN[k] / step_N + zero_N).round_().clamp_(scheme.qmin, scheme.qmax)
+            q_KN[k] = level_N
+            error_N = (w_KN[k] - (level_N - zero_N) * step_N) / factor_KK[k, k]
             w_KN[k + 1 : end].addr_(factor_KK[k, k + 1 : end], error_N, alpha=-1)
             errors[k - start] = error_N
         w_KN[end:].addmm_(factor_KK[start:end, end:].T, errors, alpha=-1)
-    return q_KN.T.contiguous(), scale_NG
+    return q_KN.T.contiguous(), grid
 
 
 def _blocks(num_inputs: int, group: int) -> list[tuple[int, int]]:

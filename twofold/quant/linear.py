@@ -10,93 +10,156 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twofold.ops.int4 import QMAX, QMIN, dequantize, pack_int4, packed_width, unpack_int4
-from twofold.quant.rounding import quantize, stored_scale
+from twofold.ops.integers import dequantize, pack_integers, packed_width, unpack_integers
+from twofold.quant.rounding import SMALLEST_SCALE, Grid, quantize, stored_grid, stored_scale
 from twofold.quant.scheme import QuantScheme
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Q(W) forward; backward passes the gradient as it is, or only where W was not clipped."""
+def _stored_in_training(scale_NG: Tensor) -> Tensor:
+    """A scale as a checkpoint will hold it; frozen ones are so already."""
+    return scale_NG.to(torch.bfloat16).clamp_min(SMALLEST_SCALE)
+
+
+def _steps(weight_NK: Tensor, scale_NG: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """w / s [N, G, g] and s [N, G, 1]."""
+    step_size = _stored_in_training(scale_NG).to(weight_NK.dtype).unsqueeze(-1)
+    return weight_NK.unflatten(1, (-1, scheme.group_length(weight_NK.shape[1]))) / step_size, step_size
+
+
+class _RoundThrough(torch.autograd.Function):
+    """Q(W) forward; backward the gradients that `FakeQuantLinear` states, of W and of a scale that asks for one."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight_NK: Tensor, scale_NG: Tensor, group: int, dtype: torch.dtype, clip_gradient: bool
+        ctx: Any,
+        weight_NK: Tensor,
+        scale_NG: Tensor,
+        zero_NG: Tensor | None,
+        scheme: QuantScheme,
+        dtype: torch.dtype,
+        clip_gradient: bool,
     ) -> Tensor:
-        step = scale_NG.to(weight_NK.dtype).unsqueeze(-1)
-        q_NGg = (weight_NK.unflatten(1, (-1, group)) / step).round_()
-        if clip_gradient:
-            ctx.save_for_backward(((q_NGg >= QMIN) & (q_NGg <= QMAX)).flatten(1))
-        ctx.clip_gradient, ctx.weight_dtype = clip_gradient, weight_NK.dtype
-        return q_NGg.clamp_(QMIN, QMAX).mul_(step).flatten(1).to(dtype)
+        ctx.scheme, ctx.clip_gradient, ctx.weight_dtype = scheme, clip_gradient, weight_NK.dtype
+        if clip_gradient or ctx.needs_input_grad[1]:
+            # Inputs only, so that this takes no memory; the steps are computed again.
+            ctx.save_for_backward(weight_NK, scale_NG, zero_NG)
+        q_NGg, step_size = _steps(weight_NK, scale_NG, scheme)
+        zero = None if zero_NG is None else zero_NG.unsqueeze(-1)
+        if zero is not None:
+            q_NGg.add_(zero)
+        q_NGg.round_().clamp_(scheme.qmin, scheme.qmax)
+        if zero is not None:
+            q_NGg.sub_(zero)
+        return q_NGg.mul_(step_size).flatten(1).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         grad_NK = grads[0].to(ctx.weight_dtype)
+        learned, scheme = ctx.needs_input_grad[1], ctx.scheme
+        if not (learned or ctx.clip_gradient):
+            return grad_NK, None, None, None, None, None
+        weight_NK, scale_NG, zero_NG = ctx.saved_tensors
+        steps_NGg, _ = _steps(weight_NK, scale_NG, scheme)
+        zero = 0 if zero_NG is None else zero_NG.unsqueeze(-1)
+        q_NGg = (steps_NGg + zero).round_()
+        inside_NGg = (q_NGg >= scheme.qmin) & (q_NGg <= scheme.qmax)
+        grad_scale = None
+        if learned:
+            slope_NGg = q_NGg.clamp_(scheme.qmin, scheme.qmax).sub_(zero).sub_(steps_NGg.masked_fill_(~inside_NGg, 0))
+            grad_scale = slope_NGg.mul_(grad_NK.reshape(slope_NGg.shape)).sum(-1).to(scale_NG.dtype)
         if ctx.clip_gradient:
-            grad_NK = grad_NK * ctx.saved_tensors[0]
-        return grad_NK, None, None, None, None
+            grad_NK = grad_NK * inside_NGg.flatten(1)
+        return grad_NK, grad_scale, None, None, None, None
 
 
 class FakeQuantLinear(nn.Module):
-    """y = Q(W) x + b with Q(W) = scale * clamp(round(W / scale), -8, 7); W trains, the scales are frozen.
+    """y = Q(W) x + b with Q(W) = (q - zero) * s, q = clamp(round(W / s + zero), qmin, qmax); W trains.
 
-    Straight-through estimator: dL/dW = dL/dQ(W). With `clip_gradient` it is zero where round(W / scale) lies
-    outside [-8, 7]; without it, as in quantization-aware distillation (arXiv:2607.04244), clipped weights
-    keep their gradient and may come back. W is float32 (or float64); Q(W) is rounded to the dtype of x.
+    Straight-through estimator: dL/dW = dL/dQ(W). With `clip_gradient` it is zero where W is clipped, that is where
+    round(W / s + zero) lies outside [qmin, qmax]; without it, as in quantization-aware distillation
+    (arXiv:2607.04244), clipped weights keep their gradient and may come back. W is float32 (or float64); Q(W) is
+    rounded to the dtype of x. Zero points never train.
+
+    Frozen scales (the default) are the buffer `scale`, bfloat16, and never change. With `learn_scale`, `scale` is a
+    float32 parameter, s its rounding to bfloat16 and no less than the smallest normal number; that rounding has
+    gradient 1, and s the gradient of LSQ (arXiv:1902.08153), summed over the group without LSQ's rescaling by
+    1 / sqrt(g * qmax): give scales a learning rate of their own.
+
+        dL/ds[n, j] = sum_{k in group j} dL/dQ[n, k] * (q - zero - W[n, k] / s   where not clipped,
+                                                        q - zero                 where clipped)
     """
 
     scale: Tensor
+    zero: Tensor | None
 
     def __init__(
         self,
         weight_NK: Tensor,
-        scale_NG: Tensor,
+        grid: Grid,
         scheme: QuantScheme,
         bias_N: Tensor | None = None,
+        *,
         clip_gradient: bool = False,
+        learn_scale: bool = False,
     ) -> None:
         super().__init__()
-        scheme.validate("weight", weight_NK.shape)
+        scale_NG, zero_NG = stored_grid(grid, weight_NK.shape, scheme)
         self.out_features, self.in_features = weight_NK.shape
-        if tuple(scale_NG.shape) != (self.out_features, scheme.num_groups(self.in_features)):
-            raise ValueError(f"scales {list(scale_NG.shape)} do not fit a weight {list(weight_NK.shape)}")
         self.scheme = scheme
-        self.clip_gradient = clip_gradient
+        self.clip_gradient, self.learn_scale = clip_gradient, learn_scale
         master = torch.promote_types(weight_NK.dtype, torch.float32)
         self.weight = nn.Parameter(weight_NK.detach().to(master, copy=True))
         self.bias = None if bias_N is None else nn.Parameter(bias_N.detach().clone())
-        self.register_buffer("scale", stored_scale(scale_NG.detach()).clone())
+        if learn_scale:
+            self.scale = nn.Parameter(scale_NG.to(torch.float32))
+        else:
+            self.register_buffer("scale", scale_NG.detach().clone())
+        self.register_buffer("zero", None if zero_NG is None else zero_NG.clone())
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, scale_NG: Tensor, scheme: QuantScheme, clip_gradient: bool = False
+        cls,
+        linear: nn.Linear,
+        grid: Grid,
+        scheme: QuantScheme,
+        *,
+        clip_gradient: bool = False,
+        learn_scale: bool = False,
     ) -> "FakeQuantLinear":
         """Take over the weight and bias of `linear` as master copies."""
-        return cls(linear.weight, scale_NG, scheme, linear.bias, clip_gradient)
+        return cls(linear.weight, grid, scheme, linear.bias, clip_gradient=clip_gradient, learn_scale=learn_scale)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid in use, as it is stored."""
+        scale_NG = self.scale.detach()
+        return Grid(_stored_in_training(scale_NG) if self.learn_scale else stored_scale(scale_NG), self.zero)
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
-        """Q(W) in `dtype`, [N, K], differentiable in W by the straight-through estimator."""
-        group = self.scheme.group_length(self.in_features)
-        return _StraightThrough.apply(self.weight, self.scale, group, dtype, self.clip_gradient)
+        """Q(W) in `dtype`, [N, K], differentiable in W and in learned scales by the straight-through estimator."""
+        return _RoundThrough.apply(self.weight, self.scale, self.zero, self.scheme, dtype, self.clip_gradient)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dense_weight(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, group_size={self.scheme.group_size}"
+        return _describe(self.in_features, self.out_features, self.scheme)
 
 
 class PackedLinear(nn.Module):
-    """y = (scale * q) x + b from packed INT4; bit-equal to F.linear with the dequantized weight in x's dtype.
+    """y = ((q - zero) * scale) x + b, packed; bit-equal to F.linear with the dequantized weight in x's dtype.
 
-    The state dict has the names of the checkpoint format: weight_packed, weight_scale, weight_shape. Without
-    `cache_dtype` the weight is dequantized at every call: least memory. With it, a dense copy in that dtype
-    is kept (outside the state dict) and x must have it: on a CPU, a dense GEMM wins at several rows.
+    The state dict has the names of the checkpoint format: weight_packed int32 [N, ceil(K * bits / 32)], weight_scale
+    bfloat16 [N, G], weight_shape int64 [2] = (N, K), and when asymmetric weight_zero_point int32
+    [ceil(N * bits / 32), G], whose words hold the zero points of outputs that follow each other. Without
+    `cache_dtype` the weight is dequantized at every call: least memory. With it, a dense copy in that dtype is kept
+    (outside the state dict) and x must have it: on a CPU, a dense GEMM wins at several rows.
     """
 
     weight_packed: Tensor
     weight_scale: Tensor
     weight_shape: Tensor
+    weight_zero_point: Tensor | None
     weight_dense: Tensor | None
 
     def __init__(
@@ -112,11 +175,15 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.scheme = scheme
         self.cache_dtype = cache_dtype
-        words = torch.zeros(out_features, packed_width(in_features), dtype=torch.int32)
+        words = torch.zeros(out_features, packed_width(in_features, scheme.bits), dtype=torch.int32)
         scale = torch.ones(out_features, scheme.num_groups(in_features), dtype=torch.bfloat16)
+        zero_point = None
+        if not scheme.symmetric:
+            zero_point = torch.zeros(packed_width(out_features, scheme.bits), scale.shape[1], dtype=torch.int32)
         self.register_buffer("weight_packed", words)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("weight_shape", torch.tensor([out_features, in_features]))
+        self.register_buffer("weight_zero_point", zero_point)
         self.register_buffer("weight_dense", None, persistent=False)
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
         self.register_load_state_dict_post_hook(lambda module, _: module._fill_cache())
@@ -125,19 +192,20 @@ class PackedLinear(nn.Module):
     def from_integers(
         cls,
         q_NK: Tensor,
-        scale_NG: Tensor,
+        grid: Grid,
         scheme: QuantScheme,
         bias_N: Tensor | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> "PackedLinear":
-        """Pack q int8 [N, K] with scales [N, G]; ValueError unless the scales fit and are bfloat16 values."""
+        """Pack q int8 [N, K] on its grid; ValueError unless integers and grid fit `scheme` and can be stored."""
+        scale_NG, zero_NG = stored_grid(grid, q_NK.shape, scheme)
         rows, num_inputs = q_NK.shape
         packed = cls(num_inputs, rows, scheme, cache_dtype=cache_dtype)
-        if scale_NG.shape != packed.weight_scale.shape:
-            raise ValueError(f"scales {list(scale_NG.shape)} do not fit a weight {list(q_NK.shape)}")
-        packed.weight_packed = pack_int4(q_NK)
-        packed.weight_scale = stored_scale(scale_NG.detach()).clone()
+        packed.weight_packed = pack_integers(q_NK, scheme.bits)
+        packed.weight_scale = scale_NG.detach().clone()
         packed.weight_shape = packed.weight_shape.to(q_NK.device)
+        if zero_NG is not None:
+            packed.weight_zero_point = pack_integers(zero_NG.T, scheme.bits).T.contiguous()
         if bias_N is not None:
             packed.bias = nn.Parameter(bias_N.detach().clone(), requires_grad=False)
         packed._fill_cache()
@@ -146,13 +214,20 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_fake(cls, fake: FakeQuantLinear, cache_dtype: torch.dtype | None = None) -> "PackedLinear":
         """The layer that `fake` was trained to be: the same weights, bit for bit."""
-        q_NK = quantize(fake.weight, fake.scale, fake.scheme)
-        return cls.from_integers(q_NK, fake.scale, fake.scheme, fake.bias, cache_dtype)
+        q_NK = quantize(fake.weight, fake.grid, fake.scheme)
+        return cls.from_integers(q_NK, fake.grid, fake.scheme, fake.bias, cache_dtype)
+
+    @property
+    def grid(self) -> Grid:
+        if self.weight_zero_point is None:
+            return Grid(self.weight_scale)
+        zero_GN = unpack_integers(self.weight_zero_point.T, self.out_features, self.scheme.bits)
+        return Grid(self.weight_scale, zero_GN.T.contiguous())
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
-        """scale * q in `dtype`, [N, K]."""
-        q_NK = unpack_int4(self.weight_packed, self.in_features)
-        return dequantize(q_NK, self.weight_scale, self.scheme.group_length(self.in_features), dtype)
+        """(q - zero) * scale in `dtype`, [N, K]."""
+        q_NK = unpack_integers(self.weight_packed, self.in_features, self.scheme.bits)
+        return dequantize(q_NK, *self.grid, self.scheme.group_length(self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.cache_dtype is None:
@@ -163,7 +238,7 @@ class PackedLinear(nn.Module):
         return F.linear(x, self.weight_dense, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, group_size={self.scheme.group_size}"
+        return _describe(self.in_features, self.out_features, self.scheme)
 
     def _fill_cache(self) -> None:
         if self.cache_dtype is not None:
@@ -200,3 +275,8 @@ def pack_linears(module: nn.Module, cache_dtype: torch.dtype | None = None) -> l
 def _set_submodule(module: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, layer)
+
+
+def _describe(in_features: int, out_features: int, scheme: QuantScheme) -> str:
+    kind = "" if scheme.symmetric else ", asymmetric"
+    return f"{in_features}, {out_features}, bits={scheme.bits}, group_size={scheme.group_size}{kind}"

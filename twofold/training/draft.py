@@ -11,9 +11,12 @@ from twofold.data.conversations import PackedRows
 from twofold.data.features import Features, feature_source, features_of
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
+from twofold.models.layers import dense_weight
 from twofold.ops.attention import document_ids
-from twofold.training.loop import Checkpoints, History, OptimizerConfig, Report, train
-from twofold.training.losses import block_weights, linear_kl, weighted_cross_entropy
+from twofold.training.divergence import linear_divergence
+from twofold.training.loop import Checkpoints, History, Report, train
+from twofold.training.losses import block_weights, weighted_cross_entropy
+from twofold.training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +109,9 @@ def draft_loss(
     decay = block_weights(drafter.config.block_size, config.gamma, guesses.device)
     valid = blocks.valid_BAK
     weights = decay.expand(valid.shape)[valid]
-    head = target.lm_head.weight
     if config.loss == "soft":
-        return linear_kl(guesses[valid], head, wanted[valid], head, weights_M=weights)
+        head = dense_weight(target.lm_head, guesses.dtype)
+        return linear_divergence(guesses[valid], head, wanted[valid], head, weights_M=weights)
     return weighted_cross_entropy(target.logits(guesses[valid]), blocks.labels_BAK[valid], weights)
 
 

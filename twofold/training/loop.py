@@ -7,48 +7,25 @@ checkpoint keeps is all there is.
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from twofold.training.optimizer import OptimizerConfig, new_optimizer, restore_state, set_rate, state_tensors
+
 Report = Callable[[int, int, str], None]
 History = list[dict[str, float]]
+
+_STATE, _BEST, _HISTORY = "training.safetensors", "best.safetensors", "history.json"
 
 
 class Checkpoints(Protocol):
     def latest(self) -> tuple[int, Path] | None: ...
 
     def save(self, step: int, write: Callable[[Path], object]) -> object: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW; linear warm-up over a share of the steps, then cosine decay to `final` times the peak."""
-
-    steps: int
-    learning_rate: float
-    warmup: float = 0.05
-    final: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    checkpoint_every: int = 50
-    validate_every: int = 0  # 0: only at the end
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps = {self.steps}; a training takes at least one")
-
-    def rate(self, step: int) -> float:
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        progress = (step - warm) / max(1, self.steps - warm)
-        return self.learning_rate * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def train(
@@ -58,69 +35,99 @@ def train(
     checkpoints: Checkpoints,
     report: Report,
     validate: Callable[[], dict[str, float]],
+    *,
+    multiples: Mapping[str, float] | None = None,
+    keep_least: str | None = None,
+    blame: Callable[[int], str] | None = None,
 ) -> History:
     """Minimizes `loss_at(step)` in place; returns the validations, [{"step": ..., ...}], the last after the end.
 
-    RuntimeError that names the first parameter whose gradient is not finite; nothing is changed by that step.
+    `multiples`: see `new_optimizer`. `keep_least`: a key of the validations; the parameters end as those of the
+    validation where it was least, the first of several. `parameters` are in the order of the forward pass.
+
+    RuntimeError when a loss or a gradient is not finite; nothing is changed by that step, and the last checkpoint
+    stays. It names what `blame(step)` says of such a loss, or the parameter where such a gradient began.
     """
-    optimizer = torch.optim.AdamW(
-        parameters.values(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
-    )
+    optimizer = new_optimizer(parameters, config, multiples or {})
     history: History = []
+    best: dict[str, Tensor] = {}
     done = 0
     if (found := checkpoints.latest()) is not None:
         done, folder = found
-        history = _restore(folder, parameters, optimizer)
+        history, best = _restore(folder, parameters, optimizer)
+
+    def look(step: int) -> None:
+        entry = {"step": step, **validate()}
+        if keep_least is not None and entry[keep_least] < _least(history, keep_least):
+            for name, parameter in parameters.items():
+                best[name] = parameter.detach().to("cpu", copy=True)
+        history.append(entry)
+
     average = math.nan
     for step in range(done, config.steps):
         if config.validate_every and step % config.validate_every == 0:
-            history.append({"step": step, **validate()})
-        for group in optimizer.param_groups:
-            group["lr"] = config.rate(step)
+            look(step)
+        set_rate(optimizer, config.rate(step))
         loss = loss_at(step)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(parameters.values(), config.clip)
-        if not torch.isfinite(norm):
-            bad = next(
-                (n for n, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()),
-                "loss",
-            )
-            raise RuntimeError(f"step {step}: the gradient of {bad} is not finite; lower the learning rate")
+        norm = nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+        if not torch.isfinite(norm + loss.detach()):
+            wrong = _diagnosis(loss, parameters, step, blame)
+            raise RuntimeError(f"step {step}: {wrong}; lower the learning rate, or check the weights")
+        nn.utils.clip_grads_with_norm_(parameters.values(), config.clip, norm)  # by a norm that is NaN, all would be
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         value = loss.item()
         average = value if math.isnan(average) else 0.95 * average + 0.05 * value
         report(step + 1, config.steps, f"loss {average:.4f}")
         if (step + 1) % config.checkpoint_every == 0 and step + 1 < config.steps:
-            checkpoints.save(step + 1, lambda folder: _store(folder, parameters, optimizer, history))
-    history.append({"step": config.steps, **validate()})
+            checkpoints.save(step + 1, lambda folder: _store(folder, parameters, optimizer, history, best))
+    look(config.steps)
+    with torch.no_grad():
+        for name, tensor in best.items():
+            parameters[name].copy_(tensor)
     return history
+
+
+def _least(history: History, key: str) -> float:
+    return min((entry[key] for entry in history if not math.isnan(entry[key])), default=math.inf)
+
+
+def _diagnosis(
+    loss: Tensor, parameters: Mapping[str, nn.Parameter], step: int, blame: Callable[[int], str] | None
+) -> str:
+    if not loss.isfinite() and blame is not None:
+        return f"the loss is not finite, first in {blame(step)}"
+    # Gradients flow backward: all that come before the place where one broke are broken with it.
+    broken = [n for n, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+    if broken and (loss.isfinite() or len(broken) < len(parameters)):
+        return f"the gradient of {broken[-1]} is not finite"
+    return f"the {'norm of the gradient' if loss.isfinite() else 'loss'} is not finite"
 
 
 def _store(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, history: History
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    history: History,
+    best: Mapping[str, Tensor],
 ) -> None:
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        tensors[name] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"{name}/{key}"] = value
-    save_file({k: v.contiguous() for k, v in tensors.items()}, str(folder / "training.safetensors"))
-    (folder / "history.json").write_text(json.dumps(history))
+    tensors = {name: p.detach() for name, p in parameters.items()} | state_tensors(optimizer, parameters)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, str(folder / _STATE))
+    if best:
+        save_file({k: v.contiguous() for k, v in best.items()}, str(folder / _BEST))
+    (folder / _HISTORY).write_text(json.dumps(history))
 
 
-def _restore(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> History:
-    tensors = load_file(str(folder / "training.safetensors"))
-    state: dict[Tensor, dict[str, Any]] = {}
+def _restore(
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[History, dict[str, Tensor]]:
+    tensors = load_file(str(folder / _STATE))
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-            state[parameter] = {
-                key.removeprefix(f"{name}/"): value.to(parameter.device) if not key.endswith("/step") else value
-                for key, value in tensors.items()
-                if key.startswith(f"{name}/")
-            }
-    optimizer.state.update(state)
-    history = json.loads((folder / "history.json").read_text())
+    restore_state(optimizer, parameters, tensors)
+    history = json.loads((folder / _HISTORY).read_text())
     assert isinstance(history, list)
-    return history
+    best = load_file(str(folder / _BEST)) if (folder / _BEST).exists() else {}
+    return history, best

@@ -1,0 +1,330 @@
+"""Post-training quantization of the target on calibration text, one layer at a time.
+
+The hidden states of all calibration rows stand before layer i; the layer is observed, quantized and left behind.
+So a layer costs a few passes over itself, and no more of the network than that layer is at work at once.
+
+N rows, T tokens, D hidden size; a linear layer has K inputs; what makes them has P channels.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from twofold.models.causal_lm import CausalLM
+from twofold.models.config import FULL, ModelConfig
+from twofold.models.layers import RMSNorm
+from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
+from twofold.quant.gptq import gptq, hessian_error
+from twofold.quant.linear import PackedLinear, replace_linears
+from twofold.quant.rounding import quantize, search_grid
+from twofold.quant.scheme import QuantScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """How the target is quantized before it is healed.
+
+    rtn: rounding to nearest on the searched grid, which does not look at the text. gptq: rounding column by column
+    with compensation (`damping` is its share of the mean diagonal). awq: inputs scaled first, then rounded to
+    nearest. `max_fallbacks` is the share of layers that gptq may merely round where H could not be factorized.
+    `batch_rows` rows go through a layer at once.
+    """
+
+    method: Literal["rtn", "gptq", "awq"] = "rtn"
+    bits: int = 4
+    group_size: int = 32
+    symmetric: bool = True
+    damping: float = 0.01
+    max_fallbacks: float = 0.0
+    batch_rows: int = 8
+
+    def __post_init__(self) -> None:
+        if self.method not in ("rtn", "gptq", "awq"):
+            raise ValueError(f"method {self.method!r} is not known; use 'rtn', 'gptq' or 'awq'")
+        if self.batch_rows < 1:
+            raise ValueError(f"batch_rows = {self.batch_rows} is no batch; use 1 or more")
+        _ = self.scheme  # has checks of its own
+
+    @property
+    def scheme(self) -> QuantScheme:
+        return QuantScheme(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """How a linear layer came out, D being what was added to its weight W by rounding.
+
+    `weight_error` = |D| / |W| (Frobenius), `output_error` = tr(D H D^T) / tr(W H W^T), with H of the inputs it has
+    in the quantized network; for awq, W and the inputs are the scaled ones. `damping` is what gptq used, `alpha`
+    what awq chose, None elsewhere. `fallback`: gptq merely rounded it to nearest.
+    """
+
+    name: str
+    method: str
+    weight_error: float
+    output_error: float
+    damping: float | None = None
+    alpha: float | None = None
+    fallback: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Reports in computing order, and the scales that awq folded: name of the producer -> s, float64 [P]."""
+
+    layers: list[LayerReport]
+    smoothing: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Linear layers of one input and the module that makes it; input k is a multiple of channel owner[k] of that."""
+
+    producer: str
+    quantized: tuple[str, ...]
+    dense: tuple[str, ...]
+    owner_K: Tensor
+
+
+def input_groups(config: ModelConfig, index: int) -> list[InputGroup]:
+    """The groups of layer `index` in computing order. Names are those of the model.
+
+    Values pass attention and its gate channel by channel, so v_proj makes the inputs of o_proj: a value channel
+    makes one for each query head of its key head. A channel of Gated DeltaNet's norm makes one for each head.
+    """
+
+    def names(parts: str) -> tuple[str, ...]:
+        return tuple(f"layers.{index}.{part}" for part in parts.split())
+
+    def group(producer: str, quantized: str, owner_K: Tensor, dense: str = "") -> InputGroup:
+        return InputGroup(f"layers.{index}.{producer}", names(quantized), names(dense), owner_K)
+
+    hidden_D = torch.arange(config.hidden_size)
+    if config.layer_types[index] == FULL:
+        values_GD = torch.arange(config.num_kv_heads * config.head_dim).view(config.num_kv_heads, -1)
+        owner_K = values_GD.repeat_interleave(config.num_heads // config.num_kv_heads, dim=0).flatten()
+        mixer = [
+            group("input_layernorm", "self_attn.q_proj self_attn.k_proj self_attn.v_proj", hidden_D),
+            group("self_attn.v_proj", "self_attn.o_proj", owner_K),
+        ]
+    else:
+        owner_K = torch.arange(config.linear_value_dim) % config.linear_value_head_dim
+        steering = "linear_attn.in_proj_b linear_attn.in_proj_a"
+        mixer = [
+            group("input_layernorm", "linear_attn.in_proj_qkv linear_attn.in_proj_z", hidden_D, steering),
+            group("linear_attn.norm", "linear_attn.out_proj", owner_K),
+        ]
+    return [
+        *mixer,
+        group("post_attention_layernorm", "mlp.gate_proj mlp.up_proj", hidden_D),
+        group("mlp.up_proj", "mlp.down_proj", torch.arange(config.intermediate_size)),
+    ]
+
+
+@torch.no_grad()
+def quantize_target(
+    model: CausalLM,
+    token_ids_NT: Tensor,
+    positions_NT: Tensor,
+    used_NT: Tensor,
+    config: QuantizeConfig,
+    report: Callable[[int, int, str], None],
+) -> Calibration:
+    """Replaces the linear layers of `model` (see `packable_linears`) by packed ones, in place.
+
+    The rows are packed documents, as `CausalLM.forward` takes them; only tokens in `used` are counted. A group of
+    layers sees inputs as the quantized layers before it make them, also across layers: as in GPTQ's paper, since
+    that is what it will see in use, and gptq can then make up for part of the error that comes in. For awq the
+    scales of a layer are chosen first, while its own linear layers are still dense.
+
+    To train from the result: a layer's frozen grid is `PackedLinear.grid`. Master weights on it are either the
+    rounded ones, `PackedLinear.dense_weight`, or the original ones, after `apply_smoothing(original, smoothing)`
+    where awq was used; dense layers and norms of that model are then those of this one. For rtn and awq both starts
+    are the same function; for gptq only the rounded weights are what gptq made.
+
+    ValueError, before any work, for a layer whose width the group size does not divide; and when more than
+    `max_fallbacks` of the layers were merely rounded. The model is half done after an error.
+    """
+    assert model.norm.frozen is None, "a frozen model would not notice that its weights change"
+    groups = [input_groups(model.config, i) for i in range(model.config.num_layers)]
+    names = [name for layer in groups for group in layer for name in group.quantized]
+    for name in names:
+        config.scheme.validate(name, _linear(model, name).weight.shape)
+    rows = _Rows(model, token_ids_NT, positions_NT, used_NT, config.batch_rows)
+    reports: list[LayerReport] = []
+    smoothing: dict[str, Tensor] = {}
+    for i, layer in enumerate(model.layers):
+        hessians: dict[str, Tensor] = {}
+        alphas: dict[str, float] = {}
+        if config.method != "gptq":
+            for group, inputs in zip(groups[i], rows.observe(layer, groups[i]), strict=True):
+                hessians[group.producer] = _hessian(group, inputs)
+                if config.method == "awq":
+                    scale_P, alphas[group.producer] = _smooth(model, group, inputs, config.scheme)
+                    smoothing[group.producer] = scale_P
+                    scale_K = scale_P[group.owner_K].to(hessians[group.producer])
+                    hessians[group.producer] /= scale_K[:, None] * scale_K
+        for group in groups[i]:
+            if config.method == "gptq":
+                hessians[group.producer] = _hessian(group, rows.observe(layer, [group])[0])
+            for name in group.quantized:
+                made = _quantize(model, name, hessians[group.producer], config, alphas.get(group.producer))
+                reports.append(made)
+                report(len(reports), len(names), f"{name}, output error {made.output_error:.2g}")
+            _check_fallbacks(reports, len(names), config.max_fallbacks)
+        if i + 1 < len(model.layers):
+            rows.advance(layer)
+    return Calibration(layers=reports, smoothing=smoothing)
+
+
+@torch.no_grad()
+def apply_smoothing(model: CausalLM, smoothing: Mapping[str, Tensor]) -> None:
+    """Folds the scales of a `Calibration` into a dense model, in place; what it computes stays the same.
+
+    ValueError, before anything is changed, for scales that do not belong to such a model.
+    """
+    groups = [group for i in range(model.config.num_layers) for group in input_groups(model.config, i)]
+    widths = {group.producer: int(group.owner_K.max()) + 1 for group in groups}
+    for name, scale_P in smoothing.items():
+        if widths.get(name) != len(scale_P):
+            raise ValueError(f"smoothing of {name} by {len(scale_P)} scales does not fit this model; quantize it again")
+    for group in groups:
+        if group.producer in smoothing:
+            _fold(model, group, smoothing[group.producer])
+
+
+class _Rows:
+    """The calibration rows as they stand before a layer, in batches."""
+
+    def __init__(
+        self, model: CausalLM, token_ids_NT: Tensor, positions_NT: Tensor, used_NT: Tensor, batch_rows: int
+    ) -> None:
+        if not bool(used_NT.any()):
+            raise ValueError("there is no calibration token; give more or longer samples")
+        self._model = model
+        self._batches = [
+            tuple(part.to(model.device) for part in parts)
+            for parts in zip(*(x.split(batch_rows) for x in (token_ids_NT, positions_NT, used_NT)), strict=True)
+        ]
+        self._hidden = [model.embed_tokens(token_ids) for token_ids, _, _ in self._batches]
+        self._used_BT = used_NT[:0]  # of the batch that is in the layer
+
+    def observe(self, layer: nn.Module, groups: Sequence[InputGroup]) -> list[InputStatistics]:
+        """One pass through the layer: what the groups get to see, padding left out."""
+        observed = []
+        handles = []
+        for group in groups:
+            linear = _linear(self._model, group.quantized[0])
+            inputs = InputStatistics(linear.weight)
+            observed.append(inputs)
+
+            def count(_: nn.Module, given: tuple[Any, ...], inputs: InputStatistics = inputs) -> None:
+                inputs.add(given[0][self._used_BT])
+
+            handles.append(linear.register_forward_pre_hook(count))
+        try:
+            for _ in self._outputs(layer):
+                pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return observed
+
+    def advance(self, layer: nn.Module) -> None:
+        """To stand behind the layer."""
+        for i, x_BTD in enumerate(self._outputs(layer)):
+            self._hidden[i] = x_BTD
+
+    def _outputs(self, layer: nn.Module) -> Iterator[Tensor]:
+        for x_BTD, (token_ids_BT, positions_BT, used_BT) in zip(self._hidden, self._batches, strict=True):
+            self._used_BT = used_BT
+            yield layer(x_BTD, self._model._place(token_ids_BT, positions_BT, None), None)
+
+
+def _hessian(group: InputGroup, inputs: InputStatistics) -> Tensor:
+    hessian_KK = inputs.hessian()
+    if not bool(torch.isfinite(hessian_KK).all()):
+        raise ValueError(
+            f"{group.quantized[0]}: its inputs have NaN or infinity on the calibration text; "
+            "check the checkpoint, or use a wider dtype"
+        )
+    return hessian_KK
+
+
+def _smooth(model: CausalLM, group: InputGroup, inputs: InputStatistics, scheme: QuantScheme) -> tuple[Tensor, float]:
+    """Chooses and folds the scales of a group; returns them and the exponent."""
+    hessian_KK = _hessian(group, inputs)
+    scales_AP = smoothing_scales(inputs.magnitude(group.owner_K))
+    alphas = torch.linspace(0, 1, len(scales_AP)).tolist()
+    producer = model.get_submodule(group.producer)
+    if isinstance(producer, RMSNorm):  # compare what will be stored
+        weight_P = producer.weight.cpu()
+        scales_AP = torch.stack([fold_into_norm(weight_P, s, producer.offset)[1] for s in scales_AP])
+    weights = [_linear(model, name).weight.to(hessian_KK.dtype) for name in group.quantized]
+    best = choose_scale(weights, hessian_KK, scales_AP[:, group.owner_K].to(hessian_KK), scheme)
+    return _fold(model, group, scales_AP[best]), alphas[best]
+
+
+def _fold(model: CausalLM, group: InputGroup, scale_P: Tensor) -> Tensor:
+    """Moves s from the producer to the consumers; returns the s that they got."""
+    producer = model.get_submodule(group.producer)
+    if isinstance(producer, RMSNorm):
+        weight_P, scale_P = fold_into_norm(producer.weight.cpu(), scale_P, producer.offset)
+        producer.weight.copy_(weight_P)
+    else:
+        linear = _linear(model, group.producer)
+        linear.weight.div_(scale_P.to(linear.weight)[:, None])
+        if linear.bias is not None:
+            linear.bias.div_(scale_P.to(linear.bias))
+    for name in (*group.quantized, *group.dense):
+        weight_NK = _linear(model, name).weight
+        weight_NK.mul_(scale_P[group.owner_K].to(weight_NK))
+    return scale_P
+
+
+def _quantize(
+    model: CausalLM, name: str, hessian_KK: Tensor, config: QuantizeConfig, alpha: float | None
+) -> LayerReport:
+    linear, scheme = _linear(model, name), config.scheme
+    weight_NK = linear.weight.detach()
+    damping, fallback = None, False
+    if config.method == "gptq":
+        q_NK, grid, rounding = gptq(weight_NK, hessian_KK, scheme, config.damping)
+        damping, fallback = rounding.damping, rounding.rounded_to_nearest
+    else:
+        grid = search_grid(weight_NK, scheme, hessian_KK.diagonal() if config.method == "awq" else None)
+        q_NK = quantize(weight_NK, grid, scheme)
+    packed = PackedLinear.from_integers(q_NK, grid, scheme, linear.bias)
+    replace_linears(model, [name], lambda *_: packed)
+    wide_NK = weight_NK.to(hessian_KK.dtype)
+    added_NK = packed.dense_weight(hessian_KK.dtype) - wide_NK
+    energy = hessian_error(wide_NK, hessian_KK)
+    norm = float(wide_NK.norm())
+    return LayerReport(
+        name=name,
+        method=config.method,
+        weight_error=float(added_NK.norm()) / norm if norm > 0 else 0.0,
+        output_error=hessian_error(added_NK, hessian_KK) / energy if energy > 0 else 0.0,
+        damping=damping,
+        alpha=alpha,
+        fallback=fallback,
+    )
+
+
+def _check_fallbacks(reports: Sequence[LayerReport], num_layers: int, max_fallbacks: float) -> None:
+    fallbacks = [report.name for report in reports if report.fallback]
+    if len(fallbacks) > max_fallbacks * num_layers:
+        raise ValueError(
+            f"GPTQ fell back to round-to-nearest for {len(fallbacks)} of {num_layers} layers, {fallbacks[0]} first, "
+            f"where max_fallbacks = {max_fallbacks} allows {int(max_fallbacks * num_layers)}; "
+            "use more calibration rows or more damping"
+        )
+
+
+def _linear(model: CausalLM, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear), f"{name} is no dense linear layer"
+    return layer

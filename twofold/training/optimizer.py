@@ -1,0 +1,123 @@
+"""AdamW, its schedule, and its state as plain tensors that a checkpoint can hold."""
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW; linear warm-up over a share of the steps, then cosine decay to `final` times the peak.
+
+    `states`: the two moments in float32, or in blocks of 8 bits with a scale each (arXiv:2110.02861; needs torchao):
+    2 bytes a parameter instead of 8. The parameters themselves are what the caller made them.
+    """
+
+    steps: int
+    learning_rate: float
+    warmup: float = 0.05
+    final: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    states: Literal["float32", "8bit"] = "float32"
+    checkpoint_every: int = 50
+    validate_every: int = 0  # 0: only at the end
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps = {self.steps}; a training takes at least one")
+
+    def rate(self, step: int) -> float:
+        warm = max(1, round(self.warmup * self.steps))
+        if step < warm:
+            return self.learning_rate * (step + 1) / warm
+        progress = (step - warm) / max(1, self.steps - warm)
+        return self.learning_rate * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def new_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, multiples: Mapping[str, float]
+) -> torch.optim.Optimizer:
+    """`multiples`: parameters whose rate is the config's times that; they have no weight decay.
+
+    ValueError for 8 bits without torchao.
+    """
+    groups: list[dict[str, Any]] = []
+    if plain := [p for name, p in parameters.items() if name not in multiples]:
+        groups.append({"params": plain, "multiple": 1.0})
+    groups += [
+        {
+            "params": [p for name, p in parameters.items() if multiples.get(name) == multiple],
+            "multiple": multiple,
+            "weight_decay": 0.0,
+        }
+        for multiple in sorted(set(multiples.values()))
+    ]
+    how: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.states == "float32":
+        return torch.optim.AdamW(groups, **how)
+    optimizer: torch.optim.Optimizer = _torchao("torchao.optim").AdamW8bit(groups, **how)
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao compiles its step: a float would be compiled into it
+            group["lr"].fill_(rate * group["multiple"])
+        else:
+            group["lr"] = rate * group["multiple"]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """PARAMETER/MOMENT -> its tensor; in 8 bits PARAMETER/MOMENT/PART -> codes, scales, code book."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state[parameter].items():
+            if hasattr(value, "__tensor_flatten__"):
+                parts, _ = value.__tensor_flatten__()
+                tensors |= {f"{name}/{key}/{part}": getattr(value, part) for part in parts}
+            else:
+                tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """The inverse of `state_tensors`, bit for bit."""
+    state: dict[Tensor, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            if key.startswith(f"{name}/"):
+                moment, _, part = key.removeprefix(f"{name}/").partition("/")
+                parts.setdefault(moment, {})[part] = tensor if moment == "step" else tensor.to(parameter.device)
+        state[parameter] = {
+            moment: found[""] if "" in found else _eight_bit(found, moment, parameter.dtype)
+            for moment, found in parts.items()
+        }
+    optimizer.state.update(state)
+
+
+def _eight_bit(parts: Mapping[str, Tensor], moment: str, dtype: torch.dtype) -> Tensor:
+    make = _torchao("torchao.optim.subclass_8bit").OptimState8bit
+    signed = moment == "exp_avg"  # a mean of gradients; the other is one of squares
+    state: Tensor = make(parts["codes"], parts["scale"], parts["qmap"], signed, dtype)
+    return state
+
+
+def _torchao(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("torchao"):
+            raise
+        raise ValueError(
+            'optimizer.states = "8bit" needs torchao; install it (pip install torchao) or set it to "float32"'
+        ) from None
