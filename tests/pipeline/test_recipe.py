@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -111,3 +112,14 @@ def test_built_in_recipes_are_whole(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
     assert recipe.model.is_dir()
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda f: f.stem)
+def test_recipes_to_copy_are_whole(file: Path, tmp_path: Path) -> None:
+    """Every key is known; only model and prompts are the user's to bring."""
+    text = file.read_text()
+    (tmp_path / tomllib.loads(text)["model"]).mkdir()
+    for name in ("prompts.jsonl", "heldout.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / file.name).write_text(text)
+    assert load_recipe(str(tmp_path / file.name)).name == file.stem

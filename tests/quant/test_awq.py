@@ -126,15 +126,19 @@ def test_better_than_rounding_where_channels_differ_in_size(bits: int) -> None:
     assert best < 0.7 * min(weighted, plain)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_never_worse_than_no_scales(seed: int) -> None:
-    """Also where the candidates are bad ones."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(256, 64, generator=generator)
-    bad = torch.cat((torch.ones(1, 64), (2 * torch.randn(5, 64, generator=generator)).exp()))
-    chosen = choose_scale(weights(), hessian_of(x), bad, SCHEME)
-    first, best = smoothing_errors(weights(), hessian_of(x), bad[[0, chosen]], SCHEME, search=True)
-    assert best <= first
+def test_never_worse_than_no_scales() -> None:
+    """Also where a candidate only looks better, on grids that clip nothing."""
+    looked_better = 0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        h = hessian_of(torch.randn(256, 64, generator=generator))
+        scales = torch.cat((torch.ones(1, 64), (0.05 * torch.randn(9, 64, generator=generator)).exp()))
+        rough = smoothing_errors(weights(), h, scales, SCHEME, search=False)
+        fine = smoothing_errors(weights(), h, scales, SCHEME, search=True)
+        best = rough.index(min(rough))
+        looked_better += fine[best] > fine[0]
+        assert fine[choose_scale(weights(), h, scales, SCHEME)] <= fine[0]
+    assert looked_better > 0
 
 
 def test_channels_of_equal_size_need_no_scales() -> None:

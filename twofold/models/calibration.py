@@ -8,6 +8,7 @@ N rows, T tokens, D hidden size; a linear layer has K inputs; what makes them ha
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,10 @@ class QuantizeConfig:
     with compensation (`damping` is its share of the mean diagonal). awq: inputs scaled first, then rounded to
     nearest. `max_fallbacks` is the share of layers that gptq may merely round where H could not be factorized.
     `batch_rows` rows go through a layer at once.
+
+    For stage quantize: `rows` rows of 512 tokens of the original's answers are the calibration text; `head` quantizes
+    the output head too, rounded to nearest (the embedding is kept); `checkpoint` is a compressed-tensors folder of the
+    same model whose grids are taken instead of new ones.
     """
 
     method: Literal["rtn", "gptq", "awq"] = "rtn"
@@ -40,6 +45,9 @@ class QuantizeConfig:
     damping: float = 0.01
     max_fallbacks: float = 0.0
     batch_rows: int = 8
+    rows: int = 64
+    head: QuantScheme | None = None
+    checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("rtn", "gptq", "awq"):
@@ -57,9 +65,9 @@ class QuantizeConfig:
 class LayerReport:
     """How a linear layer came out, D being what was added to its weight W by rounding.
 
-    `weight_error` = |D| / |W| (Frobenius), `output_error` = tr(D H D^T) / tr(W H W^T), with H of the inputs it has
-    in the quantized network; for awq, W and the inputs are the scaled ones. `damping` is what gptq used, `alpha`
-    what awq chose, None elsewhere. `fallback`: gptq merely rounded it to nearest.
+    `weight_error` = |D| / |W| (Frobenius), `output_error` = tr(D H D^T) / tr(W H W^T), with H of the inputs that
+    `quantize_target` saw; for awq, W and the inputs are the scaled ones. `damping` is what gptq used, `alpha` what awq
+    chose, None elsewhere. `fallback`: gptq merely rounded it to nearest.
     """
 
     name: str
@@ -135,15 +143,16 @@ def quantize_target(
 ) -> Calibration:
     """Replaces the linear layers of `model` (see `packable_linears`) by packed ones, in place.
 
-    The rows are packed documents, as `CausalLM.forward` takes them; only tokens in `used` are counted. A group of
-    layers sees inputs as the quantized layers before it make them, also across layers: as in GPTQ's paper, since
-    that is what it will see in use, and gptq can then make up for part of the error that comes in. For awq the
-    scales of a layer are chosen first, while its own linear layers are still dense.
+    The rows are packed documents, as `CausalLM.forward` takes them; only tokens in `used` are counted. A layer's
+    inputs are the outputs of the quantized layers before it: as in GPTQ's paper, since those are what it will see in
+    use. Inside a layer, gptq takes group after group, each on what the quantized ones before it make. Rounding to
+    nearest compensates nothing, so for rtn and awq one pass through the layer, still dense inside, serves all groups.
 
     To train from the result: a layer's frozen grid is `PackedLinear.grid`. Master weights on it are either the
     rounded ones, `PackedLinear.dense_weight`, or the original ones, after `apply_smoothing(original, smoothing)`
     where awq was used; dense layers and norms of that model are then those of this one. For rtn and awq both starts
-    are the same function; for gptq only the rounded weights are what gptq made.
+    compute the same; for gptq only the rounded ones are what gptq made, the original ones on its grid are rounded to
+    nearest.
 
     ValueError, before any work, for a layer whose width the group size does not divide; and when more than
     `max_fallbacks` of the layers were merely rounded. The model is half done after an error.
@@ -178,6 +187,16 @@ def quantize_target(
         if i + 1 < len(model.layers):
             rows.advance(layer)
     return Calibration(layers=reports, smoothing=smoothing)
+
+
+@torch.no_grad()
+def quantize_head(model: CausalLM, scheme: QuantScheme) -> None:
+    """Rounds the output head to nearest on a searched grid and packs it; a tied embedding stays as it is."""
+    assert isinstance(model.lm_head, nn.Linear)
+    weight_VD = model.lm_head.weight.detach()
+    scheme.validate("lm_head", weight_VD.shape)
+    grid = search_grid(weight_VD, scheme)
+    model.set_submodule("lm_head", PackedLinear.from_integers(quantize(weight_VD, grid, scheme), grid, scheme))
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from twofold.data.generate import GenerateConfig
 from twofold.data.prompts import PromptsConfig
 from twofold.evaluation.acceptance import EvaluateConfig
 from twofold.evaluation.latency import BenchConfig
+from twofold.models.calibration import QuantizeConfig
 from twofold.models.drafter import DraftShape
 from twofold.quant.calibrate import DraftQuantizeConfig
-from twofold.quant.scheme import QuantScheme
 from twofold.training.distill import DistillConfig
 from twofold.training.draft import DraftConfig
 
@@ -51,7 +51,7 @@ class Recipe:
     seed: int = 0
     prompts: PromptsConfig
     generate: GenerateConfig = GenerateConfig()
-    quantize: QuantScheme = QuantScheme()
+    quantize: QuantizeConfig = QuantizeConfig()
     distill: DistillConfig
     regenerate: GenerateConfig = GenerateConfig()
     draft: DraftShape | None = None

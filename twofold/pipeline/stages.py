@@ -36,7 +36,14 @@ STAGES: tuple[Stage[Any], ...] = (
         parents=("prompts",),
         unit="answers",
     ),
-    Stage(name="quantize", version=1, config=_with_model(lambda r: r.quantize), run=quantize, unit="layers"),
+    Stage(
+        name="quantize",
+        version=2,
+        config=_with_model(lambda r: r.quantize),
+        run=quantize,
+        parents=("generate",),
+        unit="layers",
+    ),
     Stage(
         name="distill",
         version=1,

@@ -1,7 +1,8 @@
 """Stages that make the target: prompts, generate, quantize, distill, pack, regenerate."""
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,8 +20,9 @@ from twofold.data.conversations import (
 from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import PromptsConfig, read_prompts, tokenize_prompts
 from twofold.evaluation.fidelity import fidelity
+from twofold.models.calibration import QuantizeConfig, apply_smoothing, quantize_head, quantize_target
 from twofold.models.causal_lm import CausalLM
-from twofold.models.checkpoint import load_target, packable_linears, save_target
+from twofold.models.checkpoint import load_target, save_target
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.artifact import read_manifest
@@ -28,13 +30,11 @@ from twofold.pipeline.digest import Json
 from twofold.pipeline.recipe import load_config
 from twofold.pipeline.stage import StageContext
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
-from twofold.quant.rounding import fake_quantize, search_grid
-from twofold.quant.scheme import QuantScheme
 from twofold.training.distill import DistillConfig, distill
 
 C = TypeVar("C")
 Metrics = dict[str, Json]
-TRAIN, HELDOUT = "train.safetensors", "heldout.safetensors"
+TRAIN, HELDOUT, SMOOTHING = "train.safetensors", "heldout.safetensors", "smoothing.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,52 +91,80 @@ def regenerate_answers(context: StageContext[GenerateConfig]) -> Metrics:
     return _answer(load_frozen(context.inputs["pack"]), context.config, context)
 
 
-def quantize(context: StageContext[With[QuantScheme]]) -> Metrics:
-    """Rounds to nearest with searched scales: the grid, and the quality that post-training quantization gives."""
-    model, scheme = load(context.config.model), context.config.own
-    names = packable_linears(model.config)
-    for name in names:  # all shapes before any work
-        scheme.validate(name, model.get_parameter(f"{name}.weight").shape)
-    errors: dict[str, float] = {}
+def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:
+    """The grid, and the quality that post-training quantization gives; `layers.json` says how each layer came out.
 
-    def rounded(name: str, linear: torch.nn.Linear) -> PackedLinear:
-        weight = linear.weight.detach()
-        grid = search_grid(weight, scheme)
-        lost = fake_quantize(weight, grid, scheme) - weight
-        errors[name] = float(lost.norm() / weight.norm())
-        context.report(len(errors), len(names), f"relative error {errors[name]:.3f}")
-        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, scheme))
+    With an imported checkpoint its grid is taken as it is, and distillation starts from its rounded weights.
+    """
+    config, source = context.config.own, context.config.model
+    if config.checkpoint is not None:
+        return _import_grid(context, config.checkpoint)
+    model = load(source)
+    rows = pack(load_conversations(context.inputs["generate"] / TRAIN), 512)
+    rows = rows.select(torch.arange(min(config.rows, len(rows))))
+    texts = rows.token_ids_NT, rows.positions_NT, rows.used_NT
+    made = quantize_target(model, *texts, config, context.report)
+    if config.head is not None:
+        quantize_head(model, config.head)
+    save_target(model, context.output, source)
+    save_file(made.smoothing, str(context.output / SMOOTHING))
+    (context.output / "layers.json").write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
+    worst = max(made.layers, key=lambda layer: layer.weight_error)
+    return {
+        "layers": len(made.layers),
+        "mean_error": sum(layer.weight_error for layer in made.layers) / len(made.layers),
+        "worst_layer": worst.name,
+        "worst_error": worst.weight_error,
+        "fallbacks": [layer.name for layer in made.layers if layer.fallback],
+    }
 
-    replace_linears(model, names, rounded)
-    save_target(model, context.output, context.config.model)
-    worst = max(errors, key=lambda name: errors[name])
-    mean = sum(errors.values()) / len(errors)
-    return {"layers": len(names), "mean_error": mean, "worst_layer": worst, "worst_error": errors[worst]}
+
+def _import_grid(context: StageContext[With[QuantizeConfig]], checkpoint: Path) -> Metrics:
+    model, original = load(checkpoint), load(context.config.model)
+    packed = [name for name, layer in model.named_modules() if isinstance(layer, PackedLinear)]
+    if not packed:
+        raise ValueError(f"{checkpoint} has no packed layer; name a compressed-tensors checkpoint, or leave it out")
+    if model.config != original.config and replace(model.config, tie_embeddings=True) != original.config:
+        raise ValueError(f"{checkpoint} is no quantized {context.config.model}: their config.json differ in shape")
+    save_target(model, context.output, checkpoint)
+    return {"layers": len(packed), "imported": str(checkpoint)}
 
 
 def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
     return pack(load_conversations(context.inputs["generate"] / HELDOUT), context.config.own.row_length)
 
 
-def fake_quantized(model: CausalLM, grid: CausalLM, learn_scale: bool = False) -> CausalLM:
-    """`model` with every layer that is packed in `grid` fake-quantized on that layer's scales."""
+def student_of(original: Path, quantized: Path, learn_scale: bool = False) -> CausalLM:
+    """What distillation trains: master weights behind the grids of stage quantize.
 
-    def on_grid(name: str, linear: torch.nn.Linear) -> FakeQuantLinear:
-        packed = grid.get_submodule(name)
-        assert isinstance(packed, PackedLinear)
-        return FakeQuantLinear.from_linear(linear, packed.grid, packed.scheme, learn_scale=learn_scale)
-
-    names = [name for name, layer in grid.named_modules() if isinstance(layer, PackedLinear)]
-    replace_linears(model, names, on_grid)
-    return model.to(device())
+    They are the original's, with the scales that AWQ folded (GPTQ's compensation is in its grids alone); of an
+    imported checkpoint, whose folded scales are not known, they are its rounded weights.
+    """
+    grid = load(quantized)
+    packed = {name: layer for name, layer in grid.named_modules() if isinstance(layer, PackedLinear)}
+    if (quantized / SMOOTHING).exists():
+        model = load(original)
+        apply_smoothing(model, load_file(str(quantized / SMOOTHING)))
+        if "lm_head" in packed:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        for name, layer in packed.items():
+            linear = model.get_submodule(name)
+            assert isinstance(linear, torch.nn.Linear)
+            fake = FakeQuantLinear.from_linear(linear, layer.grid, layer.scheme, learn_scale=learn_scale)
+            replace_linears(model, [name], lambda *_, fake=fake: fake)
+        return model.to(device())
+    for name, layer in packed.items():
+        weight = layer.dense_weight(torch.float32)
+        fake = FakeQuantLinear(weight, layer.grid, layer.scheme, layer.bias, learn_scale=learn_scale)
+        grid.set_submodule(name, fake)
+    return grid.to(device())
 
 
 def heal(context: StageContext[With[DistillConfig]]) -> Metrics:
     """Quantization-aware distillation from the original model, on its own answers or the quantized one's."""
     config = context.config.own
     teacher = load_frozen(context.config.model)
-    grid = load(context.inputs["quantize"])
-    student = fake_quantized(load(context.config.model), grid, config.scales == "learned")
+    student = student_of(context.config.model, context.inputs["quantize"], config.scales == "learned")
     told = _own_answers(context) if config.text == "student" else context.inputs["generate"] / TRAIN
     rows = pack(load_conversations(told), config.row_length)
     heldout = _heldout_rows(context)
@@ -180,7 +208,7 @@ def _healed(student: CausalLM, head: bool) -> dict[str, Tensor]:
 
 def pack_target(context: StageContext[Path]) -> Metrics:
     """The healed weights on their grid, as a compressed-tensors folder that other engines read."""
-    student = fake_quantized(load(context.config), load(context.inputs["quantize"]))
+    student = student_of(context.config, context.inputs["quantize"])
     healed = load_file(str(context.inputs["distill"] / "student.safetensors"))
     missing, unexpected = student.load_state_dict(healed, strict=False)
     assert not unexpected, unexpected

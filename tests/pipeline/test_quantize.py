@@ -1,0 +1,85 @@
+"""Stage quantize and what distillation starts from: AWQ with a quantized head, and an imported grid."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pipeline.line import write_recipe
+from twofold.models.checkpoint import load_target
+from twofold.pipeline.artifact import read_artifact
+from twofold.pipeline.recipe import load_recipe
+from twofold.pipeline.run import run_pipeline
+from twofold.pipeline.stages import STAGES
+from twofold.pipeline.target_stages import student_of
+from twofold.quant.linear import FakeQuantLinear, PackedLinear
+
+AWQ = '[quantize]\nmethod = "awq"\nhead = { bits = 8, group_size = -1 }\n'
+
+
+def run(folder: Path, quantize: str, until: str) -> Path:
+    file = write_recipe(folder)
+    text = file.read_text().replace("[quantize]\n", quantize).replace("[distill]\n", "[distill]\nhead = true\n")
+    file.write_text(text)
+    run_pipeline(load_recipe(str(file)), folder / "out", STAGES, io.StringIO(), until=until)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("awq"), AWQ, "pack")
+
+
+def packed_weights(folder: Path) -> dict[str, torch.Tensor]:
+    layers = load_target(folder).named_modules()
+    return {name: layer.dense_weight(torch.float32) for name, layer in layers if isinstance(layer, PackedLinear)}
+
+
+def test_distillation_starts_from_what_was_packed(awq: Path) -> None:
+    """The smoothed original on AWQ's grid is AWQ's own model: the same numbers in every layer, the head too."""
+    student = student_of(awq.parent / "model", awq / "quantize")
+    packed = packed_weights(awq / "quantize")
+    assert "lm_head" in packed
+    for name, weight in packed.items():
+        layer = student.get_submodule(name)
+        assert isinstance(layer, FakeQuantLinear)
+        assert torch.equal(layer.dense_weight(torch.float32), weight), name
+    assert student.embed_tokens.weight is not student.get_submodule("lm_head").weight
+
+
+def test_the_head_learns_and_is_packed_on_its_grid(awq: Path) -> None:
+    before, after = packed_weights(awq / "quantize"), packed_weights(awq / "pack")
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["lm_head"], after["lm_head"])
+    head = load_target(awq / "pack").lm_head
+    assert isinstance(head, PackedLinear)
+    assert (head.scheme.bits, head.scheme.group_size) == (8, -1)
+
+
+def test_every_layer_is_reported(awq: Path) -> None:
+    layers = json.loads((awq / "quantize" / "layers.json").read_text())
+    assert len(layers) == read_artifact(awq / "quantize").metrics["layers"] == len(packed_weights(awq / "pack")) - 1
+    assert all(0 < layer["output_error"] < 0.2 and layer["alpha"] is not None for layer in layers)
+
+
+def test_an_imported_grid_is_taken_as_it_is(awq: Path, tmp_path: Path) -> None:
+    """Scales frozen, and distillation starts from the checkpoint's own numbers, norms included."""
+    out = run(tmp_path, f'[quantize]\ncheckpoint = "{awq / "quantize"}"\n', "quantize")
+    student, theirs = student_of(tmp_path / "model", out / "quantize"), load_target(awq / "quantize")
+    for name, layer in theirs.named_modules():
+        if isinstance(layer, PackedLinear):
+            mine = student.get_submodule(name)
+            assert isinstance(mine, FakeQuantLinear)
+            assert torch.equal(mine.dense_weight(torch.float32), layer.dense_weight(torch.float32))
+            assert torch.equal(mine.grid.scale_NG, layer.grid.scale_NG)
+        elif name.endswith("norm"):
+            assert torch.equal(student.get_parameter(f"{name}.weight"), theirs.get_parameter(f"{name}.weight"))
+
+
+def test_an_import_without_packed_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no packed layer; name a compressed-tensors checkpoint"):
+        run(tmp_path, '[quantize]\ncheckpoint = "model"\n', "quantize")
