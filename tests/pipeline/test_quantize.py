@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.pipeline.line import write_recipe
+from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.recipe import load_recipe
@@ -39,16 +40,29 @@ def packed_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: layer.dense_weight(torch.float32) for name, layer in layers if isinstance(layer, PackedLinear)}
 
 
-def test_distillation_starts_from_what_was_packed(awq: Path) -> None:
-    """The smoothed original on AWQ's grid is AWQ's own model: the same numbers in every layer, the head too."""
-    student = student_of(awq.parent / "model", awq / "quantize")
-    packed = packed_weights(awq / "quantize")
-    assert "lm_head" in packed
-    for name, weight in packed.items():
+def check_start(out: Path) -> CausalLM:
+    """The student is the model of stage quantize: the same numbers in every layer."""
+    student = student_of(out.parent / "model", out / "quantize")
+    for name, weight in packed_weights(out / "quantize").items():
         layer = student.get_submodule(name)
         assert isinstance(layer, FakeQuantLinear)
         assert torch.equal(layer.dense_weight(torch.float32), weight), name
-    assert student.embed_tokens.weight is not student.get_submodule("lm_head").weight
+    return student
+
+
+def test_distillation_starts_from_the_smoothed_original(awq: Path) -> None:
+    """On AWQ's grid it is AWQ's own model, the head too; the embedding is no part of the head any more."""
+    student = check_start(awq)
+    head = student.get_submodule("lm_head")
+    assert isinstance(head, FakeQuantLinear)
+    assert not torch.equal(head.weight, head.dense_weight(torch.float32))  # masters between the grid's points
+    assert torch.equal(head.weight, student.embed_tokens.weight)
+    assert head.weight is not student.embed_tokens.weight
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_distillation_starts_from_what_was_packed(method: str, tmp_path: Path) -> None:
+    check_start(run(tmp_path, f'[quantize]\nmethod = "{method}"\n', "quantize"))
 
 
 def test_the_head_learns_and_is_packed_on_its_grid(awq: Path) -> None:

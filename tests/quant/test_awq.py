@@ -72,8 +72,8 @@ def test_the_norm_survives_storage_and_the_scale_makes_up_for_it(offset: float) 
 
 
 def test_scales_are_powers_of_the_magnitude_about_their_middle() -> None:
-    scales = smoothing_scales(torch.tensor([1.0, 4.0, 16.0]), steps=3)
-    expected = [[1, 1, 1], [0.5, 1, 2], [0.25, 1, 4]]
+    scales = smoothing_scales(torch.tensor([1.0, 1.0, 16.0]), steps=3)
+    expected = [[1, 1, 1], [0.5, 0.5, 2], [0.25, 0.25, 4]]
     torch.testing.assert_close(scales, torch.tensor(expected, dtype=torch.float64))
     assert smoothing_scales(torch.ones(2)).shape == (20, 2)
     assert torch.equal(smoothing_scales(torch.zeros(3), 4), torch.ones(4, 3, dtype=torch.float64))

@@ -260,7 +260,7 @@ class _Rows:
     def _outputs(self, layer: nn.Module) -> Iterator[Tensor]:
         for x_BTD, (token_ids_BT, positions_BT, used_BT) in zip(self._hidden, self._batches, strict=True):
             self._used_BT = used_BT
-            yield layer(x_BTD, self._model._place(token_ids_BT, positions_BT, None), None)
+            yield layer(x_BTD, self._model.place(token_ids_BT, positions_BT, None), None)
 
 
 def _hessian(group: InputGroup, inputs: InputStatistics) -> Tensor:

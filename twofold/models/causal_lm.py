@@ -85,7 +85,7 @@ class CausalLM(nn.Module):
         """
         if bad := [i for i in taps if not 0 <= i < self.config.num_layers]:
             raise ValueError(f"taps {bad} are not layers of a model with {self.config.num_layers} layers")
-        place = self._place(token_ids_BT, positions_BT, state)
+        place = self.place(token_ids_BT, positions_BT, state)
         x_BTD = self.embed_tokens(token_ids_BT)
         outputs: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
@@ -101,7 +101,8 @@ class CausalLM(nn.Module):
         """Scores [..., V] of the hidden states [..., D]."""
         return self.head(hidden)[0]
 
-    def _place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
+    def place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
+        """What all layers of a pass share; it opens the state's window."""
         batch, num_tokens = token_ids_BT.shape
         documents = mask = None
         num_keys = num_tokens

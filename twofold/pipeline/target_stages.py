@@ -29,7 +29,7 @@ from twofold.pipeline.artifact import read_manifest
 from twofold.pipeline.digest import Json
 from twofold.pipeline.recipe import load_config
 from twofold.pipeline.stage import StageContext
-from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
+from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears
 from twofold.training.distill import DistillConfig, distill
 
 C = TypeVar("C")
@@ -107,7 +107,8 @@ def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:
     if config.head is not None:
         quantize_head(model, config.head)
     save_target(model, context.output, source)
-    save_file(made.smoothing, str(context.output / SMOOTHING))
+    if config.method != "gptq":
+        save_file(made.smoothing, str(context.output / SMOOTHING))
     (context.output / "layers.json").write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
     worst = max(made.layers, key=lambda layer: layer.weight_error)
     return {
@@ -135,29 +136,22 @@ def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
 
 
 def student_of(original: Path, quantized: Path, learn_scale: bool = False) -> CausalLM:
-    """What distillation trains: master weights behind the grids of stage quantize.
+    """What distillation trains: the model of stage quantize, with master weights behind its grids.
 
-    They are the original's, with the scales that AWQ folded (GPTQ's compensation is in its grids alone); of an
-    imported checkpoint, whose folded scales are not known, they are its rounded weights.
+    Where it was rounded to nearest they are the original's, after what AWQ folded; of GPTQ, which moved them, and of
+    an imported checkpoint they are the rounded weights.
     """
-    grid = load(quantized)
-    packed = {name: layer for name, layer in grid.named_modules() if isinstance(layer, PackedLinear)}
-    if (quantized / SMOOTHING).exists():
+    model = load(quantized)
+    packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    smoothing = quantized / SMOOTHING
+    if smoothing.exists():
         model = load(original)
-        apply_smoothing(model, load_file(str(quantized / SMOOTHING)))
-        if "lm_head" in packed:
-            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-        for name, layer in packed.items():
-            linear = model.get_submodule(name)
-            assert isinstance(linear, torch.nn.Linear)
-            fake = FakeQuantLinear.from_linear(linear, layer.grid, layer.scheme, learn_scale=learn_scale)
-            replace_linears(model, [name], lambda *_, fake=fake: fake)
-        return model.to(device())
+        apply_smoothing(model, load_file(str(smoothing)))
     for name, layer in packed.items():
-        weight = layer.dense_weight(torch.float32)
+        weight = model.get_parameter(f"{name}.weight") if smoothing.exists() else layer.dense_weight(torch.float32)
         fake = FakeQuantLinear(weight, layer.grid, layer.scheme, layer.bias, learn_scale=learn_scale)
-        grid.set_submodule(name, fake)
-    return grid.to(device())
+        model.set_submodule(name, fake)
+    return model.to(device())
 
 
 def heal(context: StageContext[With[DistillConfig]]) -> Metrics:
