@@ -29,9 +29,10 @@ import twofold
 from twofold.data.conversations import Conversation, pack
 from twofold.data.generate import GenerateConfig, generate
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import Calibration, QuantizeConfig, apply_smoothing, quantize_target
+from twofold.models.calibration import Calibration, QuantizeConfig, quantize_target
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
+from twofold.models.smoothing import apply_smoothing
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears

@@ -16,14 +16,13 @@ from twofold.models.calibration import (
     Calibration,
     LayerReport,
     QuantizeConfig,
-    apply_smoothing,
-    input_groups,
     quantize_target,
 )
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import RMSNorm
+from twofold.models.smoothing import apply_smoothing, input_groups
 from twofold.quant.gptq import gptq, hessian_error
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import fake_quantize, search_grid

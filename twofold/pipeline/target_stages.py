@@ -20,9 +20,10 @@ from twofold.data.conversations import (
 from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import PromptsConfig, read_prompts, tokenize_prompts
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import QuantizeConfig, apply_smoothing, quantize_head, quantize_target
+from twofold.models.calibration import QuantizeConfig, quantize_head, quantize_target
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, save_target
+from twofold.models.smoothing import apply_smoothing
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.artifact import read_manifest
