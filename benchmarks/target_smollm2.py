@@ -42,6 +42,7 @@ from twofold.training.distill import DistillConfig, distill
 from twofold.training.optimizer import OptimizerConfig
 
 ROW = 1024
+IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 
 
@@ -52,7 +53,7 @@ def conversations(paths: Iterable[Path], tokenizer: Tokenizer, limit: int) -> tu
     for line in lines[:limit]:
         entry = json.loads(line)
         user = {"role": "user", "content": entry["prompt"]}
-        answer = tokenizer.encode(entry["answer"]) + ([2] if entry["finish"] == "stop" else [])
+        answer = tokenizer.encode(entry["answer"]) + ([IM_END] if entry["finish"] == "stop" else [])
         made = Conversation(tokenizer.chat_ids([SYSTEM, user]), answer)
         digest = int(hashlib.sha256(entry["prompt"].encode()).hexdigest(), 16)
         (heldout if digest % 50 == 0 else train).append(made)

@@ -12,6 +12,7 @@ import torch
 from tests.pipeline.line import write_recipe
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
+from twofold.pipeline import target_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.recipe import load_recipe
 from twofold.pipeline.run import run_pipeline
@@ -97,3 +98,9 @@ def test_an_imported_grid_is_taken_as_it_is(awq: Path, tmp_path: Path) -> None:
 def test_an_import_without_packed_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no packed layer; name a compressed-tensors checkpoint"):
         run(tmp_path, '[quantize]\ncheckpoint = "model"\n', "quantize")
+
+
+def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_stages, "quantize_target", None)
+    with pytest.raises(ValueError, match="lm_head: group_size 7 does not divide"):
+        run(tmp_path, "[quantize]\nhead = { group_size = 7 }\n", "quantize")

@@ -149,7 +149,6 @@ def quantize_head(model: CausalLM, scheme: QuantScheme) -> None:
     """Rounds the output head to nearest on a searched grid and packs it; a tied embedding stays as it is."""
     assert isinstance(model.lm_head, nn.Linear)
     weight_VD = model.lm_head.weight.detach()
-    scheme.validate("lm_head", weight_VD.shape)
     grid = search_grid(weight_VD, scheme)
     model.set_submodule("lm_head", PackedLinear.from_integers(quantize(weight_VD, grid, scheme), grid, scheme))
 

@@ -101,6 +101,8 @@ def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:
     if config.checkpoint is not None:
         return _import_grid(context, config.checkpoint)
     model = load(source)
+    if config.head is not None:  # all shapes before any work
+        config.head.validate("lm_head", model.lm_head.weight.shape)
     rows = pack(load_conversations(context.inputs["generate"] / TRAIN), 512)
     rows = rows.select(torch.arange(min(config.rows, len(rows))))
     texts = rows.token_ids_NT, rows.positions_NT, rows.used_NT
