@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
@@ -24,7 +24,9 @@ class Generation:
         self._cancelled = False
         self._future: Future[None] | None = None
 
-    def start(self, pool: ThreadPoolExecutor) -> Future[None]:
+    def start(self, pool: ThreadPoolExecutor, finished: Callable[[], None]) -> Future[None]:
+        """`finished` is called before the client can see the end."""
+        self._finished = finished
         self._future = pool.submit(self._run)
         return self._future
 
@@ -52,8 +54,10 @@ class Generation:
                     self._put(delta)
             finally:
                 deltas.close()  # the engine's cleaning up happens here, on its own thread
+            self._finished()
             self._put(None)
         except Exception as error:
+            self._finished()
             self._put(error)  # raised again by the iteration
 
     def _put(self, item: Delta | Exception | None) -> None:
@@ -76,7 +80,11 @@ class Worker:
     def start(self, request: Request) -> Generation:
         generation = Generation(self._engine, request)
         self._unfinished.add(generation)
-        generation.start(self._pool).add_done_callback(lambda _: self._unfinished.discard(generation))
+
+        def finished(_: object = None) -> None:
+            self._unfinished.discard(generation)
+
+        generation.start(self._pool, finished).add_done_callback(finished)
         return generation
 
     async def close(self) -> None:
