@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models.tiny import HYBRID, VOCABULARY, build, perturb, tokens
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape, DraftState
-from twofold.ops.attention import document_ids
+from twofold.ops.documents import document_ids
 
 SHAPE = DraftShape(
     num_layers=2,

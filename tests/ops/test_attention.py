@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twofold.ops.attention import attention, cache_mask, causal_document_mask, document_ids
+from twofold.ops.attention import attention, cache_mask
 
 
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -46,18 +46,6 @@ def test_attention_without_a_mask_sees_all_keys() -> None:
     q, k, v = random_qkv(2, 9, 4, 2)
     visible = torch.ones(2, 2, 9, dtype=torch.bool)
     torch.testing.assert_close(attention(q, k, v), slow_attention(q, k, v, visible))
-
-
-def test_documents_start_where_positions_do() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
-    documents = document_ids(positions)
-    assert [len(set(row.tolist())) for row in documents] == [3, 1]
-    mask = causal_document_mask(documents)
-    members = [[0, 0, 0, 1, 2, 2], [0] * 6]
-    for b in range(2):
-        for t in range(6):
-            for s in range(6):
-                assert bool(mask[b, t, s]) == (s <= t and members[b][s] == members[b][t])
 
 
 def test_cached_query_sees_positions_up_to_its_own() -> None:

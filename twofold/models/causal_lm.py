@@ -13,7 +13,8 @@ from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.mixers import Attention, GatedDeltaNet, Place
 from twofold.models.state import DecodeState, new_state
-from twofold.ops.attention import cache_mask, causal_document_mask, document_ids
+from twofold.ops.attention import cache_mask
+from twofold.ops.documents import Documents, document_ids
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table
 
@@ -104,18 +105,18 @@ class CausalLM(nn.Module):
     def place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
         """What all layers of a pass share; it opens the state's window."""
         batch, num_tokens = token_ids_BT.shape
-        documents = mask = None
-        num_keys = num_tokens
-        if state is not None:
+        documents = None
+        if state is None:
+            if positions_BT is None:
+                positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
+            else:
+                documents = Documents(document_ids(positions_BT))
+        else:
             assert positions_BT is None, "with a state, positions follow from its lengths"
             positions_BT = state.open(num_tokens)
-            num_keys = state.bound + num_tokens
-            if batch > 1 or num_tokens > 1:
-                mask = cache_mask(positions_BT, num_keys)
-        elif positions_BT is None:
-            positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
-        else:
-            documents = document_ids(positions_BT)
-            mask = causal_document_mask(documents)
         cos, sin = rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta)
-        return Place(positions_BT, cos, sin, mask, num_keys, documents)
+        if state is None:
+            return Place(positions_BT, cos, sin, documents)
+        num_keys = state.bound + num_tokens
+        mask = cache_mask(positions_BT, num_keys) if batch > 1 or num_tokens > 1 else None
+        return Place(positions_BT, cos, sin, mask_BTS=mask, num_keys=num_keys)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from twofold.models.config import ModelConfig
 from twofold.models.layers import Projections, RMSNorm
 from twofold.models.state import DeltaState, KeyValueCache
-from twofold.ops.convolution import causal_convolution, packed_causal_convolution
+from twofold.ops.convolution import causal_convolution
+from twofold.ops.documents import Documents
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import gated_rms_norm, rotate
 
@@ -23,9 +24,9 @@ class Place(NamedTuple):
     positions_BT: Tensor
     cos_BTR: Tensor
     sin_BTR: Tensor
-    mask_BTS: Tensor | None  # None: all keys are visible, or causal in a pass without a state
-    num_keys: int  # cached positions that attention looks at
-    documents_BT: Tensor | None
+    documents: Documents | None = None  # of a pass without a state; None: each row is one
+    mask_BTS: Tensor | None = None  # of a pass with a state; None: all keys are visible
+    num_keys: int = 0  # cached positions that such a pass looks at
 
 
 class Attention(nn.Module):
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)
         k = rotate(self.k_norm(k), place.cos_BTR, place.sin_BTR)
         if cache is None:
-            o = self.kernels.attention(q, k, v, place.mask_BTS, causal=place.mask_BTS is None)
+            o = self.kernels.packed_attention(q, k, v, place.documents)
         else:
             cache.write(place.positions_BT, k, v)
             k, v = cache.read(place.num_keys)
@@ -103,22 +104,23 @@ class GatedDeltaNet(nn.Module):
         qkv_BTC, z, b, a = self.inputs(x_BTD)
         weight_CW = self.conv1d.weight.squeeze(1)
         if state is None:
-            mixed = packed_causal_convolution(qkv_BTC, weight_CW, place.documents_BT)
+            mixed = self.kernels.packed_convolution(qkv_BTC, weight_CW, place.documents)
         else:
             inputs_BSC = torch.cat((state.conv_BWC, qkv_BTC), dim=1)
             mixed = causal_convolution(inputs_BSC, weight_CW)
         q, k, v = mixed.split(self.sizes, dim=-1)
         wide = torch.promote_types(a.dtype, torch.float32)  # a decay rounded to bfloat16 is another decay
-        o, window = self.kernels.gated_delta(
+        tokens = (
             q.unflatten(-1, (self.num_key_heads, -1)),
             k.unflatten(-1, (self.num_key_heads, -1)),
             v.unflatten(-1, (self.num_value_heads, -1)),
             -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide)),
             b.sigmoid(),
-            state_BHKV=None if state is None else state.state_BHKV,
-            documents_BT=place.documents_BT,
         )
-        if state is not None:
+        if state is None:
+            o = self.kernels.packed_delta(*tokens, place.documents)
+        else:
+            o, window = self.kernels.gated_delta(*tokens, state_BHKV=state.state_BHKV)
             state.window = (inputs_BSC, window)
         z = z.unflatten(-1, (self.num_value_heads, -1))
         return self.output(gated_rms_norm(o, z, self.norm.weight, self.eps).flatten(-2))[0]

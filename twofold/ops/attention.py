@@ -23,17 +23,6 @@ def attention(
     return o.transpose(1, 2)
 
 
-def document_ids(positions_BT: Tensor) -> Tensor:
-    """Number of the document of each token in a packed row: a position of 0 starts a new document."""
-    return (positions_BT == 0).cumsum(dim=1)
-
-
-def causal_document_mask(documents_BT: Tensor) -> Tensor:
-    """[B, T, T]: true where the key is in the query's document and not after the query."""
-    same = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return same.tril()
-
-
 def cache_mask(positions_BT: Tensor, num_keys: int) -> Tensor:
     """[B, T, S]: query at position p sees the cached positions 0..p."""
     return torch.arange(num_keys, device=positions_BT.device) <= positions_BT[..., None]

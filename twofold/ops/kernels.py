@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.ops import attention, gated_delta
+from twofold.ops import attention, gated_delta, packed
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -45,12 +44,6 @@ def _left_product(x: Tensor, weight_NK: Tensor) -> Tensor:
     return (weight_NK @ x.flatten(0, -2).T).T.view(*x.shape[:-1], -1)
 
 
-def _delta_outside_autocast(*tensors: Any, **optional: Any) -> tuple[Tensor, gated_delta.DeltaWindow]:
-    """The recurrence keeps its float32 products when the layers around it are trained in bf16."""
-    with torch.autocast("cuda", enabled=False):
-        return gated_delta.gated_delta(*tensors, **optional)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """One implementation for each operation; the signatures are those of the reference functions.
@@ -63,6 +56,9 @@ class Kernels:
     attention: Callable[..., Tensor]
     gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow]]
     commit_delta: Callable[..., Tensor]
+    packed_attention: Callable[..., Tensor]
+    packed_convolution: Callable[..., Tensor]
+    packed_delta: Callable[..., Tensor]
     freeze_linear: Callable[[Tensor], Linear]
 
     @staticmethod
@@ -72,6 +68,9 @@ class Kernels:
             attention=attention.attention,
             gated_delta=gated_delta.gated_delta,
             commit_delta=gated_delta.commit_delta,
+            packed_attention=packed.packed_attention,
+            packed_convolution=packed.packed_convolution,
+            packed_delta=packed.packed_delta,
             freeze_linear=_dense_linear,
         )
 
@@ -81,7 +80,15 @@ class Kernels:
 
     @staticmethod
     def cuda() -> "Kernels":
-        return replace(Kernels.reference(), name="cuda", gated_delta=_delta_outside_autocast)
+        """Gated DeltaNet trains by the reference where fla-core is missing; the name says so."""
+        from twofold.ops import packed_cuda
+
+        kernels = replace(Kernels.reference(), name="cuda", packed_attention=packed_cuda.packed_attention)
+        if not packed_cuda.has_fla():
+            return replace(kernels, name="cuda without fla-core")
+        return replace(
+            kernels, packed_convolution=packed_cuda.packed_convolution, packed_delta=packed_cuda.packed_delta
+        )
 
     @staticmethod
     def auto(device: torch.device | str) -> "Kernels":

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twofold.ops.integers import dequantize, pack_integers, packed_width, unpack_integers
+from twofold.ops.rounding import inside_grid, round_to_grid, scale_gradient
 from twofold.quant.rounding import SMALLEST_SCALE, Grid, quantize, stored_grid, stored_scale
 from twofold.quant.scheme import QuantScheme
 
@@ -18,12 +19,6 @@ from twofold.quant.scheme import QuantScheme
 def _stored_in_training(scale_NG: Tensor) -> Tensor:
     """A scale as a checkpoint will hold it; frozen ones are so already."""
     return scale_NG.to(torch.bfloat16).clamp_min(SMALLEST_SCALE)
-
-
-def _steps(weight_NK: Tensor, scale_NG: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """w / s [N, G, g] and s [N, G, 1]."""
-    step_size = _stored_in_training(scale_NG).to(weight_NK.dtype).unsqueeze(-1)
-    return weight_NK.unflatten(1, (-1, scheme.group_length(weight_NK.shape[1]))) / step_size, step_size
 
 
 class _RoundThrough(torch.autograd.Function):
@@ -43,32 +38,18 @@ class _RoundThrough(torch.autograd.Function):
         if clip_gradient or ctx.needs_input_grad[1]:
             # Inputs only, so that this takes no memory; the steps are computed again.
             ctx.save_for_backward(weight_NK, scale_NG, zero_NG)
-        q_NGg, step_size = _steps(weight_NK, scale_NG, scheme)
-        zero = None if zero_NG is None else zero_NG.unsqueeze(-1)
-        if zero is not None:
-            q_NGg.add_(zero)
-        q_NGg.round_().clamp_(scheme.qmin, scheme.qmax)
-        if zero is not None:
-            q_NGg.sub_(zero)
-        return q_NGg.mul_(step_size).flatten(1).to(dtype)
+        return round_to_grid(weight_NK, _stored_in_training(scale_NG), zero_NG, scheme.qmin, scheme.qmax, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        grad_NK = grads[0].to(ctx.weight_dtype)
-        learned, scheme = ctx.needs_input_grad[1], ctx.scheme
-        if not (learned or ctx.clip_gradient):
-            return grad_NK, None, None, None, None, None
-        weight_NK, scale_NG, zero_NG = ctx.saved_tensors
-        steps_NGg, _ = _steps(weight_NK, scale_NG, scheme)
-        zero = 0 if zero_NG is None else zero_NG.unsqueeze(-1)
-        q_NGg = (steps_NGg + zero).round_()
-        inside_NGg = (q_NGg >= scheme.qmin) & (q_NGg <= scheme.qmax)
-        grad_scale = None
-        if learned:
-            slope_NGg = q_NGg.clamp_(scheme.qmin, scheme.qmax).sub_(zero).sub_(steps_NGg.masked_fill_(~inside_NGg, 0))
-            grad_scale = slope_NGg.mul_(grad_NK.reshape(slope_NGg.shape)).sum(-1).to(scale_NG.dtype)
-        if ctx.clip_gradient:
-            grad_NK = grad_NK * inside_NGg.flatten(1)
+        grad_NK, grad_scale = grads[0].to(ctx.weight_dtype), None
+        if ctx.clip_gradient or ctx.needs_input_grad[1]:
+            weight_NK, scale_NG, zero_NG = ctx.saved_tensors
+            grid = weight_NK, _stored_in_training(scale_NG), zero_NG, ctx.scheme.qmin, ctx.scheme.qmax
+            if ctx.needs_input_grad[1]:
+                grad_scale = scale_gradient(*grid, grads[0]).to(scale_NG.dtype)
+            if ctx.clip_gradient:
+                grad_NK = grad_NK * inside_grid(*grid)
         return grad_NK, grad_scale, None, None, None, None
 
 

@@ -12,7 +12,7 @@ from twofold.data.features import Features, feature_source, features_of
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.models.layers import dense_weight
-from twofold.ops.attention import document_ids
+from twofold.ops.documents import document_ids
 from twofold.training.divergence import linear_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.losses import block_weights, weighted_cross_entropy

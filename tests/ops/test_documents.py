@@ -1,0 +1,76 @@
+"""Documents of packed rows, and the mixing over them, against loops and against each document alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.test_convolution import slow_convolution
+from twofold.ops.attention import attention
+from twofold.ops.documents import Documents, causal_document_mask, document_ids
+from twofold.ops.gated_delta import gated_delta_recurrent
+from twofold.ops.packed import packed_attention, packed_convolution, packed_delta
+
+
+def test_documents_start_where_positions_do() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
+    documents = document_ids(positions)
+    assert [len(set(row.tolist())) for row in documents] == [3, 1]
+    mask = causal_document_mask(documents)
+    members = [[0, 0, 0, 1, 2, 2], [0] * 6]
+    for b in range(2):
+        for t in range(6):
+            for s in range(6):
+                assert bool(mask[b, t, s]) == (s <= t and members[b][s] == members[b][t])
+
+
+def test_borders_of_rows_that_stand_one_behind_the_other() -> None:
+    documents = Documents(document_ids(torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])))
+    assert documents.borders.tolist() == [0, 3, 4, 6, 8, 12, 18]
+    assert documents.longest == 6
+
+
+def alone(mix: object, tensors: list[Tensor], lengths: list[int]) -> Tensor:
+    """The documents of one row, each by itself."""
+    parts = zip(*(x.split(lengths, dim=1) for x in tensors), strict=True)
+    return torch.cat([mix(*part) for part in parts], dim=1)  # type: ignore[operator]
+
+
+LENGTHS = [10, 1, 70, 19]
+DOCUMENTS = Documents(torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])[None])
+
+
+def test_attention_inside_documents() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, sum(LENGTHS), heads, 8, dtype=torch.float64) for heads in (6, 2, 2))
+    expected = alone(lambda *qkv: attention(*qkv, causal=True), [q, k, v], LENGTHS)
+    torch.testing.assert_close(packed_attention(q, k, v, DOCUMENTS), expected)
+
+
+def test_delta_rule_inside_documents() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, sum(LENGTHS), heads, 8, dtype=torch.float64) for heads in (2, 2, 4))
+    g = -torch.rand(1, sum(LENGTHS), 4, dtype=torch.float64)
+    beta = torch.rand(1, sum(LENGTHS), 4, dtype=torch.float64)
+    expected = alone(lambda *tokens: gated_delta_recurrent(*tokens)[0], [q, k, v, g, beta], LENGTHS)
+    torch.testing.assert_close(packed_delta(q, k, v, g, beta, DOCUMENTS), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("width", [2, 4])
+def test_convolution_over_whole_rows(num_tokens: int, width: int) -> None:
+    torch.manual_seed(num_tokens)
+    x = torch.randn(2, num_tokens, 6, dtype=torch.float64)
+    w = torch.randn(6, width, dtype=torch.float64)
+    expected = slow_convolution(x, w, torch.zeros(2, num_tokens))
+    torch.testing.assert_close(packed_convolution(x, w, None), expected)
+
+
+def test_convolution_inside_documents() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, sum(LENGTHS), 6, dtype=torch.float64)
+    w = torch.randn(6, 4, dtype=torch.float64)
+    y = packed_convolution(x, w, DOCUMENTS)
+    torch.testing.assert_close(y, slow_convolution(x, w, DOCUMENTS.ids_BT))
+    changed = x.clone()
+    changed[:, :11] += 1
+    assert torch.equal(packed_convolution(changed, w, DOCUMENTS)[:, 11:], y[:, 11:])
