@@ -230,7 +230,8 @@ def test_gptq_is_no_worse_than_rounding_in_any_layer(family: ModelConfig, monkey
 
     monkeypatch.setattr(calibration, "gptq", both_ways)
     made = run(heavy(family), "gptq")
-    assert len(compared) == len(made.layers) == len(packable_linears(family))
+    assert len(made.layers) == len(packable_linears(family))
+    assert len(compared) == 4 * family.num_layers  # layers of the same inputs are rounded together
     assert max(compared) <= 1.0
     assert sum(compared) / len(compared) < 0.9
 
@@ -288,9 +289,10 @@ def test_too_many_fallbacks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(calibration, "gptq", every_other)
     made = run(build(PLAIN), "gptq", max_fallbacks=0.5)
-    assert [layer.fallback for layer in made.layers] == [False, True] * 7
+    # q, k and v have their inputs in common, and so do gate and up
+    assert [layer.fallback for layer in made.layers] == [False, False, False, True, False, False, True] * 2
     number = 0
-    message = r"for 1 of 14 layers, layers\.0\.self_attn\.k_proj first, where max_fallbacks = 0\.05 allows 0"
+    message = r"for 1 of 14 layers, layers\.0\.self_attn\.o_proj first, where max_fallbacks = 0\.05 allows 0"
     with pytest.raises(ValueError, match=message):
         run(build(PLAIN), "gptq", max_fallbacks=0.05)
 

@@ -19,8 +19,8 @@ from twofold.models.layers import RMSNorm
 from twofold.models.smoothing import InputGroup, fold, input_groups, linear_at
 from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
 from twofold.quant.gptq import gptq, hessian_error
-from twofold.quant.linear import PackedLinear, replace_linears
-from twofold.quant.rounding import quantize, search_grid
+from twofold.quant.linear import PackedLinear
+from twofold.quant.rounding import Grid, quantize, search_grid
 from twofold.quant.scheme import QuantScheme
 
 
@@ -134,10 +134,9 @@ def quantize_target(
         for group in groups[i]:
             if config.method == "gptq":
                 hessians[group.producer] = _hessian(group, rows.observe(layer, [group])[0])
-            for name in group.quantized:
-                made = _quantize(model, name, hessians[group.producer], config, alphas.get(group.producer))
+            for made in _quantize(model, group, hessians[group.producer], config, alphas.get(group.producer)):
                 reports.append(made)
-                report(len(reports), len(names), f"{name}, output error {made.output_error:.2g}")
+                report(len(reports), len(names), f"{made.name}, output error {made.output_error:.2g}")
             _check_fallbacks(reports, len(names), config.max_fallbacks)
         if i + 1 < len(model.layers):
             rows.advance(layer)
@@ -226,10 +225,11 @@ def _smooth(model: CausalLM, group: InputGroup, inputs: InputStatistics, scheme:
 
 
 def _quantize(
-    model: CausalLM, name: str, hessian_KK: Tensor, config: QuantizeConfig, alpha: float | None
-) -> LayerReport:
-    linear, scheme = linear_at(model, name), config.scheme
-    weight_NK = linear.weight.detach()
+    model: CausalLM, group: InputGroup, hessian_KK: Tensor, config: QuantizeConfig, alpha: float | None
+) -> list[LayerReport]:
+    """Packs the layers of a group in their places. Rows are rounded independently, so one matrix holds them all."""
+    linears, scheme = [linear_at(model, name) for name in group.quantized], config.scheme
+    weight_NK = torch.cat([linear.weight.detach() for linear in linears])
     damping, fallback = None, False
     if config.method == "gptq":
         q_NK, grid, rounding = gptq(weight_NK, hessian_KK, scheme, config.damping)
@@ -237,21 +237,26 @@ def _quantize(
     else:
         grid = search_grid(weight_NK, scheme, hessian_KK.diagonal() if config.method == "awq" else None)
         q_NK = quantize(weight_NK, grid, scheme)
-    packed = PackedLinear.from_integers(q_NK, grid, scheme, linear.bias)
-    replace_linears(model, [name], lambda *_: packed)
-    wide_NK = weight_NK.to(hessian_KK.dtype)
-    added_NK = packed.dense_weight(hessian_KK.dtype) - wide_NK
-    energy = hessian_error(wide_NK, hessian_KK)
-    norm = float(wide_NK.norm())
-    return LayerReport(
-        name=name,
-        method=config.method,
-        weight_error=float(added_NK.norm()) / norm if norm > 0 else 0.0,
-        output_error=hessian_error(added_NK, hessian_KK) / energy if energy > 0 else 0.0,
-        damping=damping,
-        alpha=alpha,
-        fallback=fallback,
-    )
+    reports, first = [], 0
+    for name, linear in zip(group.quantized, linears, strict=True):
+        rows = slice(first, first := first + linear.out_features)
+        own = Grid(grid.scale_NG[rows], None if grid.zero_NG is None else grid.zero_NG[rows])
+        packed = PackedLinear.from_integers(q_NK[rows], own, scheme, linear.bias)
+        model.set_submodule(name, packed)
+        wide_NK = linear.weight.detach().to(hessian_KK.dtype)
+        added_NK = packed.dense_weight(hessian_KK.dtype) - wide_NK
+        energy, norm = hessian_error(wide_NK, hessian_KK), float(wide_NK.norm())
+        made = LayerReport(
+            name=name,
+            method=config.method,
+            weight_error=float(added_NK.norm()) / norm if norm > 0 else 0.0,
+            output_error=hessian_error(added_NK, hessian_KK) / energy if energy > 0 else 0.0,
+            damping=damping,
+            alpha=alpha,
+            fallback=fallback,
+        )
+        reports.append(made)
+    return reports
 
 
 def _check_fallbacks(reports: Sequence[LayerReport], num_layers: int, max_fallbacks: float) -> None:
