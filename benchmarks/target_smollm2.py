@@ -1,13 +1,23 @@
 """How far each way of quantizing SmolLM2-135M-Instruct falls from the original, and what distillation wins back.
 
-    python benchmarks/target_smollm2.py --model FOLDER --conversations CONVERSATIONS... --out RESULT.json
+    python benchmarks/target_smollm2.py --model FOLDER --conversations FILES --work FOLDER --out RESULT ROW...
 
-FOLDER is a Hugging Face folder of the model. CONVERSATIONS are JSON lines (.xz) with `prompt` and `answer`, written by
+FOLDER is a Hugging Face folder of the model. FILES are JSON lines (.xz) with `prompt` and `answer`, written by
 the model itself; those whose prompt's SHA-256 is 0 modulo 50 are held out, the others are trained on. One GPU.
 
+A row is named WHAT:GROUP, in the order in which the rows below need each other:
+
+    original            the model itself
+    rtn awq gptq        post-training quantization
+    frozen              distillation on the grid of the best of these, its scales frozen
+    learned             the same, its scales learned
+    head8-rounded head4-rounded    `learned`, its head rounded to INT8 per channel or INT4 in groups of 32
+    head8 head4         distillation as in `learned`, the head quantized from the start and learned too
+    try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
+
 Every row is measured in float32 against the original on the held-out answers. Distillation: activations in bfloat16,
-masters in float32, forward KL over the whole vocabulary, all tokens of a conversation. The result is rewritten after
-every row; rows that do not fit into `--seconds` are left out.
+masters in float32, forward KL over the whole vocabulary, all tokens of a conversation. What is made stays in --work, so
+that the rows can be spread over several calls; the result is rewritten after every row.
 
 The weights of this copy were 4-bit (GGUF Q4_1, groups of 32, asymmetric) before they were what is called original here.
 """
@@ -17,26 +27,27 @@ import hashlib
 import json
 import lzma
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import twofold
-from twofold.data.conversations import Conversation, pack
+from twofold.data.conversations import Conversation, PackedRows, pack
 from twofold.data.generate import GenerateConfig, generate
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import Calibration, QuantizeConfig, quantize_target
+from twofold.models.calibration import QuantizeConfig, quantize_target
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
 from twofold.models.smoothing import apply_smoothing
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
-from twofold.quant.rounding import search_grid
+from twofold.quant.rounding import Grid, search_grid
 from twofold.quant.scheme import QuantScheme
 from twofold.training.distill import DistillConfig, distill
 from twofold.training.optimizer import OptimizerConfig
@@ -44,6 +55,9 @@ from twofold.training.optimizer import OptimizerConfig
 ROW = 1024
 IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
+PTQ = ("rtn", "awq", "gptq")
+ANSWERED = ("original", "awq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")  # IFEval's prompts
+HEADS = {"head8": QuantScheme(bits=8, group_size=-1), "head4": QuantScheme(bits=4, group_size=32)}
 
 
 def conversations(paths: Iterable[Path], tokenizer: Tokenizer, limit: int) -> tuple[list[Conversation], ...]:
@@ -74,67 +88,115 @@ class Bench:
     """The original, the text, and the rows of the table so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, torch.device(args.device)
+        self.args, self.device, self.work = args, torch.device(args.device), args.work
         self.deadline = time.monotonic() + args.seconds
-        tokenizer = Tokenizer.load(args.model)
-        train, heldout = conversations(args.conversations, tokenizer, args.limit)
-        self.train, self.heldout = pack(train, ROW), pack(heldout, ROW)
-        self.heldout = self.heldout.select(torch.arange(min(args.heldout_rows, len(self.heldout))))
-        self.calibration = self.train.select(torch.arange(args.calibration_rows))
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = Tokenizer.load(args.model)
+        self.train, self.heldout = self.text()
         self.original = self.load().freeze()
-        self.teacher = self.training_copy()
-        self.rows: list[dict[str, Any]] = []
-        self.settings = {"groups": args.groups, "steps": [args.steps], "learning-rates": args.learning_rates}
-        self.questions: list[tuple[str, list[int]]] = []
-        if args.ifeval is not None:
-            lines = [json.loads(line) for line in args.ifeval.read_text().splitlines()]
-            chats = [[SYSTEM, {"role": "user", "content": line["prompt"]}] for line in lines]
-            self.questions = [(line["prompt"], tokenizer.chat_ids(c)) for line, c in zip(lines, chats, strict=True)]
-        self.tokenizer = tokenizer
+        self.teacher = self.load().to(torch.bfloat16).requires_grad_(False)
+        self.rows, self.tries = (self.known(f"{name}.json") for name in ("rows", "tries"))
         print(f"{len(self.train)} rows to train on, {len(self.heldout)} held out", flush=True)
+
+    def known(self, name: str) -> list[dict[str, Any]]:
+        path = self.work / name
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def text(self) -> tuple[PackedRows, PackedRows]:
+        kept = [self.work / "train.safetensors", self.work / "heldout.safetensors"]
+        if not all(path.exists() for path in kept):
+            parts = conversations(self.args.conversations, self.tokenizer, self.args.limit)
+            for path, rows in zip(kept, (pack(part, ROW) for part in parts), strict=True):
+                save_file(vars(rows), str(path))
+        train, heldout = (PackedRows(**load_file(str(path))) for path in kept)
+        return train, heldout.select(torch.arange(min(self.args.heldout_rows, len(heldout))))
 
     def load(self) -> CausalLM:
         return load_target(self.args.model, torch.float32, Kernels.auto(self.device)).to(self.device)
 
-    def training_copy(self) -> CausalLM:
-        """The original with activations, embedding and head in bfloat16; norms and layers of a student stay float32."""
-        return self.load().to(torch.bfloat16).requires_grad_(False)
-
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def ptq(self, method: str, group_size: int) -> tuple[CausalLM, Calibration]:
-        model = self.load()
-        rows, config = self.calibration, QuantizeConfig(method=method, group_size=group_size)  # type: ignore[arg-type]
-        ids, positions, used = rows.token_ids_NT, rows.positions_NT, rows.used_NT
-        made = quantize_target(model, ids, positions, used, config, lambda *_: None)
-        return model, made
+    def measure(self, what: str, group_size: int) -> None:
+        name, began = f"{what} g{group_size}", time.monotonic()
+        if what == "original":
+            self.row(what, self.load())
+        elif what in PTQ:
+            model, about = self.ptq(what, group_size)
+            self.row(name, model, seconds=time.monotonic() - began, **about)
+        elif what in ("frozen", "learned", "head8", "head4"):
+            student = self.student(group_size, learned=what != "frozen", head=HEADS.get(what))
+            about = self.qad(student, self.args.steps, *self.schedule())
+            save_file(trained_tensors(student), str(self.work / f"{name}.safetensors"))
+            self.row(name, student, grid=self.best(group_size), **about)
+        elif what in ("head8-rounded", "head4-rounded"):
+            student = self.student(group_size, learned=True, head=None)
+            trained = load_file(str(self.work / f"learned g{group_size}.safetensors"))
+            student.load_state_dict(trained, strict=False)  # the rest is the original's
+            quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
+            self.row(name, student)
+        else:
+            raise SystemExit(f"there is no row {what!r}")
 
-    def student(self, grids: CausalLM, start: CausalLM, learned: bool, head: QuantScheme | None) -> CausalLM:
-        """`start`'s weights as masters on the grids of `grids`; a quantized head on a searched grid."""
+    def attempt(self, group_size: int, rate: float, batch_rows: int, steps: int) -> None:
+        student = self.student(group_size, learned=False, head=None)
+        about = self.qad(student, steps, rate, batch_rows)
+        pack_linears(student)
+        found = fidelity(
+            student.float().freeze(), self.original, self.heldout.select(torch.arange(min(32, len(self.heldout))))
+        )
+        self.tries.append({**about, **found})
+        (self.work / "tries.json").write_text(json.dumps(self.tries))
+        print(json.dumps(self.tries[-1]), f"{self.left():.0f} s left", flush=True)
+
+    def schedule(self) -> tuple[float, int]:
+        """Learning rate and rows a step: those given, else those of the best try."""
+        if self.args.rate is not None:
+            return self.args.rate, self.args.batch_rows
+        best = min(self.tries, key=lambda found: found["kl"])
+        return best["learning_rate"], best["batch_rows"]
+
+    def ptq(self, method: str, group_size: int) -> tuple[CausalLM, dict[str, Any]]:
+        """Keeps the grids and the smoothing in --work."""
+        model = self.load()
+        config = QuantizeConfig(method=method, group_size=group_size)  # type: ignore[arg-type]
+        rows = self.train.select(torch.arange(self.args.calibration_rows))
+        made = quantize_target(model, rows.token_ids_NT, rows.positions_NT, rows.used_NT, config, lambda *_: None)
+        kept = {f"grid/{name}": layer.grid.scale_NG for name, layer in model.named_modules() if is_packed(layer)}
+        kept |= {f"smoothing/{name}": scale for name, scale in made.smoothing.items()}
+        save_file({k: v.contiguous() for k, v in kept.items()}, str(self.work / f"{method} g{group_size}.safetensors"))
+        errors = [layer.output_error for layer in made.layers]
+        return model, {"mean_output_error": sum(errors) / len(errors)}
+
+    def best(self, group_size: int) -> str:
+        kl = {row["name"]: row["kl"] for row in self.rows}
+        return min((m for m in PTQ if f"{m} g{group_size}" in kl), key=lambda m: kl[f"{m} g{group_size}"])
+
+    def student(self, group_size: int, learned: bool, head: QuantScheme | None) -> CausalLM:
+        """The original's weights as masters on the best grid; activations in bfloat16, norms in float32."""
+        kept = load_file(str(self.work / f"{self.best(group_size)} g{group_size}.safetensors"))
+        model, scheme = self.load(), QuantScheme(group_size=group_size)
+        apply_smoothing(model, {k.removeprefix("smoothing/"): v for k, v in kept.items() if k.startswith("smoothing/")})
 
         def fake(name: str, linear: nn.Linear) -> FakeQuantLinear:
-            packed = grids.get_submodule(name)
-            assert isinstance(packed, PackedLinear)
-            return FakeQuantLinear.from_linear(linear, packed.grid, packed.scheme, learn_scale=learned)
+            grid = Grid(kept[f"grid/{name}"].to(linear.weight.device))
+            return FakeQuantLinear.from_linear(linear, grid, scheme, learn_scale=learned)
 
-        names = [name for name, layer in grids.named_modules() if isinstance(layer, PackedLinear) and name != "lm_head"]
-        replace_linears(start, names, fake)
-        start.embed_tokens.to(torch.bfloat16)
-        start.norm.to(torch.bfloat16)
-        if head is None:
-            start.lm_head.weight = start.embed_tokens.weight
-        else:
-            untie(start)
-            weight = start.lm_head.weight.detach().float()
-            start.lm_head = FakeQuantLinear(weight, search_grid(weight, head), head, learn_scale=learned)  # type: ignore[assignment]
-        return start
+        replace_linears(model, [k.removeprefix("grid/") for k in kept if k.startswith("grid/")], fake)
+        model.embed_tokens.to(torch.bfloat16)
+        model.norm.to(torch.bfloat16)
+        model.lm_head.weight = model.embed_tokens.weight
+        if head is not None:
+            quantize_head(model, head, learned)
+        return model
 
-    def qad(self, student: CausalLM, steps: int, rate: float, learned: bool, head: bool) -> float:
-        """Trains in place; returns seconds."""
+    def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int) -> dict[str, Any]:
+        """Trains in place; returns what was done."""
+        head = isinstance(student.lm_head, FakeQuantLinear)
+        learned = any(isinstance(layer, FakeQuantLinear) and layer.learn_scale for layer in student.modules())
         config = DistillConfig(
             optimizer=OptimizerConfig(steps=steps, learning_rate=rate, betas=(0.9, 0.95), checkpoint_every=10**9),
-            batch_rows=self.args.batch_rows,
+            batch_rows=batch_rows,
             row_length=ROW,
             scales="learned" if learned else "frozen",
             head=head,
@@ -144,44 +206,53 @@ class Bench:
         losses: list[str] = []
 
         def report(step: int, total: int, text: str) -> None:
-            if step % max(1, total // 5) == 0:
+            if step % max(1, total // 8) == 0:
                 losses.append(text.removeprefix("loss "))
 
         distill(student, self.teacher, self.train, config, 0, NoCheckpoints(), report, dict)
         print("  losses", *losses, flush=True)
-        return time.monotonic() - began
+        seconds = time.monotonic() - began
+        return {"learning_rate": rate, "batch_rows": batch_rows, "steps": steps, "seconds": seconds}
 
-    def row(self, name: str, model: CausalLM, **about: Any) -> dict[str, Any]:
+    def row(self, name: str, model: CausalLM, **about: Any) -> None:
         """Measures a model (its copy in float32) and writes the table."""
         pack_linears(model)
         size = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in unique_tensors(model))
         frozen = model.float().freeze()
         row = {"name": name, **about, **fidelity(frozen, self.original, self.heldout), "bytes": size}
-        if self.questions and self.left() > 40:
-            row["ifeval_answers"] = self.answer(name, frozen)
-        self.rows.append(row)
+        if self.args.ifeval is not None and name in ANSWERED:
+            self.answer(name, frozen)
+        self.rows = [known for known in self.rows if known["name"] != name] + [row]
+        (self.work / "rows.json").write_text(json.dumps(self.rows))
         self.write()
         print(json.dumps(row), f"{self.left():.0f} s left", flush=True)
-        return row
 
-    def answer(self, name: str, model: CausalLM) -> str:
-        config = GenerateConfig(max_new_tokens=512, temperature=0.0, batch_size=len(self.questions))
-        made = generate(model, [ids for _, ids in self.questions], config, 0, lambda *_: None)
+    def answer(self, name: str, model: CausalLM) -> None:
+        """Answers to IFEval's prompts, for `score_ifeval.py`."""
+        prompts = [json.loads(line)["prompt"] for line in self.args.ifeval.read_text().splitlines()]
+        ids = [self.tokenizer.chat_ids([SYSTEM, {"role": "user", "content": prompt}]) for prompt in prompts]
+        config = GenerateConfig(max_new_tokens=512, temperature=0.0, batch_size=len(prompts))
+        began = time.monotonic()
+        made = generate(model, ids, config, 0, lambda *_: None)
         eos = set(model.config.eos_token_ids)
         texts = [self.tokenizer.decode([i for i in c.answer_ids if i not in eos]) for c in made]
-        path = self.args.out.parent / f"ifeval_{name.replace(' ', '_').replace('+', 'and')}.jsonl"
-        with path.open("w") as file:
-            for (prompt, _), text in zip(self.questions, texts, strict=True):
+        with (self.args.out.parent / f"ifeval_{name.replace(' ', '_')}.jsonl").open("w") as file:
+            for prompt, text in zip(prompts, texts, strict=True):
                 file.write(json.dumps({"prompt": prompt, "response": text}) + "\n")
-        return path.name
+        print(f"  IFEval answered in {time.monotonic() - began:.0f} s", flush=True)
+
+    def asked(self) -> list[str]:
+        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.tries]
+        names = [row["name"].replace(" g", ":") for row in self.rows]
+        return names[:4] + tries + names[4:]
 
     def write(self) -> None:
-        known = {row["name"]: row["kl"] for row in self.rows}
-        best = min((kl for name, kl in known.items() if name in ("RTN g32", "AWQ g32", "GPTQ g32")), default=None)
-        healed = min((kl for name, kl in known.items() if name.endswith("scales g32")), default=None)
+        kl = {row["name"]: row["kl"] for row in self.rows}
+        best = min((kl[f"{m} g32"] for m in PTQ if f"{m} g32" in kl), default=None)
+        healed = min((kl[name] for name in ("frozen g32", "learned g32") if name in kl), default=None)
         result = {
-            "command": "python benchmarks/target_smollm2.py --model FOLDER --conversations CONVERSATIONS --out RESULT "
-            + " ".join(f"--{name} {' '.join(map(str, value))}" for name, value in self.settings.items()),
+            "command": "python benchmarks/target_smollm2.py --model FOLDER --conversations FILES --work FOLDER "
+            f"--out RESULT --steps {self.args.steps} {' '.join(self.asked())}",
             "date": datetime.now(UTC).date().isoformat(),
             "environment": {
                 "hardware": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
@@ -192,93 +263,58 @@ class Bench:
             "heldout_tokens": int(self.heldout.answer_NT.sum()),
             "train_rows": len(self.train),
             "row_length": ROW,
-            "batch_rows": self.args.batch_rows,
+            "tries": self.tries,
             "kl_recovery": None if best is None or healed is None else 1 - healed / best,
             "rows": self.rows,
         }
         self.args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def untie(model: CausalLM) -> None:
-    model.lm_head.weight = nn.Parameter(model.embed_tokens.weight.detach().clone())
+def is_packed(layer: nn.Module) -> bool:
+    return isinstance(layer, PackedLinear)
 
 
-def unique_tensors(model: CausalLM) -> Iterable[torch.Tensor]:
+def quantize_head(model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
+    """On a searched grid, with masters in float32; the embedding stays as it is."""
+    weight = model.embed_tokens.weight.detach().float()
+    model.set_submodule("lm_head", FakeQuantLinear(weight, search_grid(weight, scheme), scheme, learn_scale=learned))
+
+
+def trained_tensors(model: CausalLM) -> dict[str, Tensor]:
+    return {k: v.contiguous() for k, v in model.state_dict().items() if k.startswith("layers.")}
+
+
+def unique_tensors(model: CausalLM) -> Iterable[Tensor]:
     return {t.data_ptr(): t for t in model.state_dict().values()}.values()
-
-
-def with_head(model: CausalLM, scheme: QuantScheme) -> CausalLM:
-    """Rounds the head to nearest; the embedding stays."""
-    untie(model)
-    weight = model.lm_head.weight.detach().float()
-    model.lm_head = FakeQuantLinear(weight, search_grid(weight, scheme), scheme)  # type: ignore[assignment]
-    return model
-
-
-def state_of(model: CausalLM) -> Mapping[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", metavar="ROW", help="original, or WHAT:GROUP; see above")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--conversations", type=Path, nargs="+", required=True)
-    parser.add_argument("--ifeval", type=Path, help="its prompts are answered, for scoring afterwards")
+    parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=1500)
+    parser.add_argument("--ifeval", type=Path, help="its prompts are answered, for scoring afterwards")
+    parser.add_argument("--seconds", type=float, default=1500, help="no row is begun with less than 60 of them left")
     parser.add_argument("--limit", type=int, default=60_000, help="conversations")
-    parser.add_argument("--groups", type=int, nargs="+", default=[32, 64])
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rate", type=float, help="default: that of the best try, and its rows a step")
     parser.add_argument("--batch-rows", type=int, default=16)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[3e-5])
     parser.add_argument("--heldout-rows", type=int, default=128)
     parser.add_argument("--calibration-rows", type=int, default=64)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     bench = Bench(args)
-    bench.row("original", bench.load())
-    for group_size in args.groups:
-        measure_group(bench, group_size)
-
-
-def measure_group(bench: Bench, group_size: int) -> None:
-    suffix, args = f"g{group_size}", bench.args
-    made: dict[str, tuple[CausalLM, Calibration]] = {}
-    kl: dict[str, float] = {}
-    for method in ("rtn", "awq", "gptq"):
-        model, calibration = bench.ptq(method, group_size)
-        made[method] = model, calibration
-        errors = [layer.output_error for layer in calibration.layers]
-        kl[method] = bench.row(f"{method.upper()} {suffix}", model, mean_output_error=sum(errors) / len(errors))["kl"]
-    method = min(kl, key=lambda m: kl[m])
-    grids, calibration = made[method]
-
-    def start() -> CausalLM:
-        model = bench.load()
-        apply_smoothing(model, calibration.smoothing)
-        return model
-
-    states: dict[bool, Mapping[str, torch.Tensor]] = {}
-    for learned in (False, True):
-        for rate in args.learning_rates:
-            if bench.left() < 60:
-                return
-            student = bench.student(grids, start(), learned, None)
-            seconds = bench.qad(student, args.steps, rate, learned, head=False)
-            states[learned] = state_of(student)
-            name = f"QAD {'learned' if learned else 'frozen'} scales {suffix}"
-            about = {"grid": method, "learning_rate": rate, "steps": args.steps, "seconds": seconds}
-            bench.row(name, student, **about)
-    for bits, head in ((8, QuantScheme(bits=8, group_size=-1)), (4, QuantScheme(bits=4, group_size=32))):
-        student = bench.student(grids, start(), True, None)
-        student.load_state_dict(states[True])
-        bench.row(f"+ INT{bits} head, rounded {suffix}", with_head(student, head))
-    for bits, head in ((8, QuantScheme(bits=8, group_size=-1)), (4, QuantScheme(bits=4, group_size=32))):
+    for row in args.rows:
         if bench.left() < 60:
-            return
-        student = bench.student(grids, start(), True, head)
-        seconds = bench.qad(student, args.steps, args.learning_rates[-1], True, head=True)
-        bench.row(f"QAD + INT{bits} head {suffix}", student, steps=args.steps, seconds=seconds)
+            raise SystemExit(f"no time left for {row} and what follows")
+        what, *more = row.split(":")
+        if what == "try":
+            group_size, rate, batch_rows, steps = more
+            bench.attempt(int(group_size), float(rate), int(batch_rows), int(steps))
+        else:
+            bench.measure(what, int(more[0]) if more else 0)
 
 
 if __name__ == "__main__":

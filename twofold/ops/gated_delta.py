@@ -81,6 +81,38 @@ def _solve(mix_LL: Tensor, rhs_LN: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(mix_LL, rhs_LN, upper=False, unitriangular=True)
 
 
+def _scan(
+    written_BHCLV: Tensor,
+    erased_BHCLK: Tensor,
+    k_end_BHCLK: Tensor,
+    factor_BHC: Tensor,
+    state_BHKV: Tensor | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """What one chunk hands to the next: the writes u [B, H, C, L, V], and the state before each chunk [B, H, C, K, V].
+
+    The state after the last chunk is made by `commit_delta`.
+    """
+    heads = written_BHCLV.shape[:2]
+    tensors = [x.flatten(0, 1) for x in (written_BHCLV, erased_BHCLK, k_end_BHCLK, factor_BHC)]
+    first = None if state_BHKV is None else state_BHKV.flatten(0, 1)
+    if written_BHCLV.is_cuda:
+        from twofold.ops import scan_triton
+
+        if scan_triton.fits(*tensors[:2]):
+            u, starts = scan_triton.ChunkScan.apply(*tensors, first, "ieee" if exact else "tf32")
+            return u.unflatten(0, heads), starts.unflatten(0, heads)
+    written, erased, k_end, factor = tensors
+    state = written.new_zeros(len(written), k_end.shape[-1], written.shape[-1]) if first is None else first
+    states, writes = [], []
+    for c in range(written.shape[1]):
+        states.append(state)
+        writes.append(torch.baddbmm(written[:, c], erased[:, c], state, alpha=-1))
+        if c + 1 < written.shape[1]:
+            state = state * factor[:, c, None, None] + k_end[:, c].transpose(-1, -2) @ writes[-1]
+    return torch.stack(writes, dim=1).unflatten(0, heads), torch.stack(states, dim=1).unflatten(0, heads)
+
+
 class UnitTriangularInverse(torch.autograd.Function):
     """T = (I + A)^-1 for strictly lower triangular A [..., L, L]; dA = -T^T dT T^T, below the diagonal.
 
@@ -187,19 +219,9 @@ def gated_delta(
         written, erased = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     seen = pair * (q @ k.transpose(-1, -2))
     q_start = q * from_start[..., None]
-    k_end = (k * to_end[..., None]).transpose(-1, -2)
 
-    state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state_BHKV is None else state_BHKV
-    starts, writes = [], []
-    for c in range(chunks):  # only what one chunk hands to the next; the rest is done for all chunks at once
-        starts.append(state)
-        u = torch.baddbmm(
-            written[:, :, c].flatten(0, 1), erased[:, :, c].flatten(0, 1), state.flatten(0, 1), alpha=-1
-        ).unflatten(0, state.shape[:2])
-        writes.append(u)
-        if c + 1 < chunks:  # the last state is made by `commit_delta`
-            state = state * from_start[:, :, c, -1, None, None] + k_end[:, :, c] @ u
-    window = DeltaWindow(torch.stack(starts, dim=2), k, torch.stack(writes, dim=2), decay)
+    u, starts = _scan(written, erased, k * to_end[..., None], from_start[..., -1], state_BHKV, v_BTHV.itemsize > 2)
+    window = DeltaWindow(starts, k, u, decay)
     o = (q_start @ window.start_BHCKV + seen @ window.u_BHCLV).flatten(2, 3)[:, :, :num_tokens]
     return o.transpose(1, 2).to(v_BTHV.dtype), window
 

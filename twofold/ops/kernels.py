@@ -80,14 +80,13 @@ class Kernels:
 
     @staticmethod
     def cuda() -> "Kernels":
-        """Gated DeltaNet trains by the reference where fla-core is missing; the name says so."""
         from twofold.ops import packed_cuda
 
-        kernels = replace(Kernels.reference(), name="cuda", packed_attention=packed_cuda.packed_attention)
-        if not packed_cuda.has_fla():
-            return replace(kernels, name="cuda without fla-core")
         return replace(
-            kernels, packed_convolution=packed_cuda.packed_convolution, packed_delta=packed_cuda.packed_delta
+            Kernels.reference(),
+            name="cuda",
+            packed_attention=packed_cuda.packed_attention,
+            packed_convolution=packed_cuda.packed_convolution,
         )
 
     @staticmethod

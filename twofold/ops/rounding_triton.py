@@ -16,7 +16,9 @@ _BLOCK = 2048
 def _levels(w, s, z, QMIN: tl.constexpr, QMAX: tl.constexpr):
     steps = tl.div_rn(w, s)
     rounded = libdevice.rint(steps + z)
-    return steps, rounded, tl.minimum(tl.maximum(rounded, QMIN), QMAX) - z
+    # a weight that is NaN must not become one of the grid's numbers
+    q = tl.maximum(rounded, QMIN, propagate_nan=tl.PropagateNan.ALL)
+    return steps, rounded, tl.minimum(q, QMAX, propagate_nan=tl.PropagateNan.ALL) - z
 
 
 @triton.jit

@@ -126,8 +126,6 @@ def _gpu_kernels() -> Finding:
     """Whether the fast kernels can run; without them the reference and CPU kernels do."""
     import torch
 
-    from twofold.ops.packed_cuda import has_fla
-
     def finding(mark: Literal["ok", "no", "info"], text: str) -> Finding:
         return Finding(name="GPU kernels", mark=mark, text=text)
 
@@ -138,6 +136,4 @@ def _gpu_kernels() -> Finding:
         return finding("no", f"need compute capability 7.5, this is {capability[0]}.{capability[1]}")
     if importlib.util.find_spec("triton") is None:
         return finding("no", "need Triton; run: pip install triton")
-    if not has_fla():
-        return finding("info", "can run; Gated DeltaNet trains slowly without fla-core: pip install 'twofold[gpu]'")
     return finding("ok", "can run")
