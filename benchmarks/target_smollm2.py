@@ -11,9 +11,12 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     rtn awq gptq        post-training quantization
     frozen              distillation on the grid of the best of these, its scales frozen
     learned             the same, its scales learned
-    head8-rounded head4-rounded    `learned`, its head rounded to INT8 per channel or INT4 in groups of 32
+    head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
+
+With `--start WHAT`, `learned` and the heads begin with the weights of that row; give another `--seed` too, or the same
+text comes again.
 
 Every row is measured in float32 against the original on the held-out answers. Distillation: activations in bfloat16,
 masters in float32, forward KL over the whole vocabulary, all tokens of a conversation. What is made stays in --work, so
@@ -57,7 +60,7 @@ IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq")
 ANSWERED = ("original", "awq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")  # IFEval's prompts
-HEADS = {"head8": QuantScheme(bits=8, group_size=-1), "head4": QuantScheme(bits=4, group_size=32)}
+HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
 
 
 def conversations(paths: Iterable[Path], tokenizer: Tokenizer, limit: int) -> tuple[list[Conversation], ...]:
@@ -126,17 +129,24 @@ class Bench:
             self.row(name, model, seconds=time.monotonic() - began, **about)
         elif what in ("frozen", "learned", "head8", "head4"):
             student = self.student(group_size, learned=what != "frozen", head=HEADS.get(what))
-            about = self.qad(student, self.args.steps, *self.schedule())
-            save_file(trained_tensors(student), str(self.work / f"{name}.safetensors"))
-            self.row(name, student, grid=self.best(group_size), **about)
+            about: dict[str, Any] = {"grid": self.best(group_size)}
+            if self.args.start is not None and what != "frozen":
+                about["start"] = self.load_trained(student, f"{self.args.start} g{group_size}")
+            about |= self.qad(student, self.args.steps, *self.schedule())
+            trained = {k: v.contiguous() for k, v in student.state_dict().items() if k.startswith("layers.")}
+            save_file(trained, str(self.work / f"{name}.safetensors"))
+            self.row(name, student, **about)
         elif what in ("head8-rounded", "head4-rounded"):
-            student = self.student(group_size, learned=True, head=None)
-            trained = load_file(str(self.work / f"learned g{group_size}.safetensors"))
-            student.load_state_dict(trained, strict=False)  # the rest is the original's
+            student = self.student(group_size, learned=False, head=None)
+            start = self.load_trained(student, f"frozen g{group_size}")
             quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
-            self.row(name, student)
+            self.row(name, student, start=start)
         else:
             raise SystemExit(f"there is no row {what!r}")
+
+    def load_trained(self, student: CausalLM, name: str) -> str:
+        student.load_state_dict(load_file(str(self.work / f"{name}.safetensors")), strict=False)  # layers alone
+        return name
 
     def attempt(self, group_size: int, rate: float, batch_rows: int, steps: int) -> None:
         student = self.student(group_size, learned=False, head=None)
@@ -209,7 +219,7 @@ class Bench:
             if step % max(1, total // 8) == 0:
                 losses.append(text.removeprefix("loss "))
 
-        distill(student, self.teacher, self.train, config, 0, NoCheckpoints(), report, dict)
+        distill(student, self.teacher, self.train, config, self.args.seed, NoCheckpoints(), report, dict)
         print("  losses", *losses, flush=True)
         seconds = time.monotonic() - began
         return {"learning_rate": rate, "batch_rows": batch_rows, "steps": steps, "seconds": seconds}
@@ -244,7 +254,8 @@ class Bench:
     def asked(self) -> list[str]:
         tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.tries]
         names = [row["name"].replace(" g", ":") for row in self.rows]
-        return names[:4] + tries + names[4:]
+        first = [name for name in names if name.split(":")[0] in ("original", *PTQ)]
+        return first + tries + [name for name in names if name not in first]
 
     def write(self) -> None:
         kl = {row["name"]: row["kl"] for row in self.rows}
@@ -280,10 +291,6 @@ def quantize_head(model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
     model.set_submodule("lm_head", FakeQuantLinear(weight, search_grid(weight, scheme), scheme, learn_scale=learned))
 
 
-def trained_tensors(model: CausalLM) -> dict[str, Tensor]:
-    return {k: v.contiguous() for k, v in model.state_dict().items() if k.startswith("layers.")}
-
-
 def unique_tensors(model: CausalLM) -> Iterable[Tensor]:
     return {t.data_ptr(): t for t in model.state_dict().values()}.values()
 
@@ -299,6 +306,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1500, help="no row is begun with less than 60 of them left")
     parser.add_argument("--limit", type=int, default=60_000, help="conversations")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--start", help="the row whose weights learned, head8 and head4 begin with")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the text")
     parser.add_argument("--rate", type=float, help="default: that of the best try, and its rows a step")
     parser.add_argument("--batch-rows", type=int, default=16)
     parser.add_argument("--heldout-rows", type=int, default=128)

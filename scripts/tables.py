@@ -28,8 +28,45 @@ def take(run: Path, name: str) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def tables(result: dict[str, Any]) -> str:
-    """The tables of a run's report, in Markdown."""
+def tables(name: str, result: dict[str, Any]) -> str:
+    """The tables of a result, in Markdown."""
+    return {"target_smollm2": target_rows, "target_4b_step": step_rows}.get(name, report_tables)(result)
+
+
+def target_rows(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['model']}, {result['heldout_tokens']:,} held-out answer tokens, {result['environment']['hardware']}, "
+        f"{result['date']}. KL recovered over the best of rounding, AWQ and GPTQ: {result['kl_recovery']:.1%}.",
+        "",
+        "| | KL to the original | top-1 agreement | perplexity | MB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        steps = f", {row['steps']} steps at {row['learning_rate']:g}" if "steps" in row else ""
+        start = f", from {row['start']}" if "start" in row else ""
+        figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {row['bytes'] / 1e6:.1f}"
+        lines.append(f"| {row['name']}{start}{steps} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def step_rows(result: dict[str, Any]) -> str:
+    whole = result.get("whole_vocabulary", {})
+    fit = "does not fit" if "out_of_memory" in whole else f"{whole.get('peak_gib', float('nan')):.1f} GiB"
+    lines = [
+        f"`{result['command']}` on {result['date']}: {result['environment']['hardware']}, sequence "
+        f"{result['sequence']:,}, optimizer states {result['optimizer_states']}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| peak memory | {result['peak_gib']:.1f} GiB |",
+        f"| tokens a second | {result['tokens_per_s']:,.0f} |",
+        f"| share of the bf16 peak | {result['share_of_bf16_peak']:.0%} |",
+        f"| all logits at once | {fit} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def report_tables(result: dict[str, Any]) -> str:
     target, environment = result["target"], result["environment"]
     lines = [
         f"Measured by `{result['command']}` on {result['date']}: {environment['hardware']}, "
@@ -62,7 +99,7 @@ def tables(result: dict[str, Any]) -> str:
 
 def filled(text: str) -> str:
     def table(match: re.Match[str]) -> str:
-        return match[1] + tables(json.loads((RESULTS / f"{match[2]}.json").read_text())) + match[3]
+        return match[1] + tables(match[2], json.loads((RESULTS / f"{match[2]}.json").read_text())) + match[3]
 
     return PLACE.sub(table, text)
 
