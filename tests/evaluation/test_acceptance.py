@@ -21,7 +21,8 @@ from twofold.evaluation.acceptance import Acceptance, check_lossless, measure_ac
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
-from twofold.training.draft import draft_logits, make_blocks, teacher_forced_acceptance
+from twofold.training.blocks import draft_logits, make_blocks
+from twofold.training.draft import teacher_forced_acceptance
 
 BLOCK = SHAPE.block_size
 

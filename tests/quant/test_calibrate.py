@@ -16,7 +16,7 @@ from twofold.quant.gptq import GptqReport, Hessian
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import search_grid
 from twofold.quant.scheme import QuantScheme
-from twofold.training.draft import draft_logits, make_blocks, sample_anchors
+from twofold.training.blocks import draft_logits, make_blocks, sample_anchors
 
 SCHEME = QuantScheme(group_size=16)
 

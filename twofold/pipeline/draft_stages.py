@@ -15,14 +15,8 @@ from twofold.pipeline.stage import StageContext
 from twofold.pipeline.target_stages import HELDOUT, TRAIN, With, device, load_frozen
 from twofold.quant.calibrate import DraftQuantizeConfig, gptq_in_order
 from twofold.quant.scheme import QuantScheme
-from twofold.training.draft import (
-    DraftConfig,
-    draft_logits,
-    make_blocks,
-    sample_anchors,
-    teacher_forced_acceptance,
-    train_drafter,
-)
+from twofold.training.blocks import draft_logits, make_blocks, sample_anchors
+from twofold.training.draft import DraftConfig, teacher_forced_acceptance, train_drafter
 
 Metrics = dict[str, Json]
 

@@ -1,0 +1,77 @@
+"""Draft blocks of packed rows, and what a drafter makes of them. B rows, T tokens, A anchors a row, K block size."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twofold.data.conversations import PackedRows
+from twofold.data.features import Features, features_of
+from twofold.models.causal_lm import CausalLM
+from twofold.models.drafter import Drafter
+from twofold.ops.attention import document_ids
+
+
+class Blocks(NamedTuple):
+    """Draft blocks of packed rows. Labels and weights are for positions 1 .. K - 1 of each block."""
+
+    anchors_BA: Tensor
+    block_ids_BN: Tensor  # N = A * K: anchor token, then masks
+    positions_BN: Tensor
+    labels_BAK: Tensor  # K - 1 wide
+    valid_BAK: Tensor
+
+
+def make_blocks(rows: PackedRows, anchors_BA: Tensor, block_size: int, mask_token_id: int) -> Blocks:
+    """A label is valid where it is an answer token of the anchor's own document."""
+    ids, positions = rows.token_ids_NT, rows.positions_NT
+    num_tokens = ids.shape[1]
+    offset = torch.arange(1, block_size, device=ids.device)
+    place = anchors_BA[..., None] + offset
+    inside = place < num_tokens
+    flat = place.clamp(max=num_tokens - 1).flatten(1)
+    documents = document_ids(positions)
+    same = documents.gather(1, flat).view_as(place) == documents.gather(1, anchors_BA)[..., None]
+    valid = inside & same & rows.answer_NT.gather(1, flat).view_as(place)
+    block_ids = torch.full((*anchors_BA.shape, block_size), mask_token_id, device=ids.device)
+    block_ids[..., 0] = ids.gather(1, anchors_BA)
+    block_positions = positions.gather(1, anchors_BA)[..., None] + torch.arange(block_size, device=ids.device)
+    labels = ids.gather(1, flat).view_as(place)
+    return Blocks(anchors_BA, block_ids.flatten(1), block_positions.flatten(1), labels, valid)
+
+
+def sample_anchors(rows: PackedRows, num_anchors: int, seed: int) -> Tensor:
+    """[B, A] random positions whose next token is an answer token of the same document.
+
+    A row with fewer such positions gets others besides, whose labels are not valid. Drawn on the CPU, so that the
+    draw is the same on every device.
+    """
+    after = rows.answer_NT.cpu()[:, 1:] & (rows.positions_NT.cpu()[:, 1:] > 0)
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(after.shape, generator=generator) + after
+    anchors = score.topk(min(num_anchors, after.shape[1]), dim=1).indices
+    return anchors.sort(dim=1).values.to(rows.answer_NT.device)
+
+
+def draft_hidden(
+    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, features: Features
+) -> tuple[Tensor, Tensor]:
+    """What the head turns into scores: the drafter's guesses [B, A, K - 1, D], and the target's own hidden states
+    [B, A, K - 1, D] for the same tokens. Gradients reach the drafter alone."""
+    config = drafter.config
+    with torch.no_grad():
+        hidden = features.hidden
+        x_BND = target.embed_tokens(blocks.block_ids_BN)
+        before = blocks.anchors_BA[..., None] + torch.arange(config.block_size - 1, device=hidden.device)
+        before = before.clamp(max=hidden.shape[1] - 1)
+        wanted = hidden[torch.arange(len(hidden), device=hidden.device)[:, None, None], before]
+    contexts = drafter.contexts(features.taps, rows.positions_NT)
+    mask = drafter.training_mask(document_ids(rows.positions_NT), blocks.anchors_BA)
+    guesses = drafter(x_BND, blocks.positions_BN, contexts, mask)
+    return guesses.unflatten(1, (-1, config.block_size))[:, :, 1:], wanted
+
+
+def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
+    """Scores [B, A, K - 1, V] of the blocks' guesses."""
+    features = features_of(target, rows, drafter.config.target_layer_ids)
+    return target.logits(draft_hidden(drafter, target, rows, blocks, features)[0])
