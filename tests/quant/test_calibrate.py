@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.training.test_draft import BLOCK, MASK, packed, pair
+from twofold.models.draft_quantization import packable_groups
 from twofold.models.drafter import Drafter
-from twofold.models.drafter_checkpoint import packable_groups
 from twofold.quant.calibrate import gptq_in_order
 from twofold.quant.gptq import GptqReport, Hessian
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears

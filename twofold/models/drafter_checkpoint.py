@@ -13,19 +13,6 @@ from twofold.models.packed import PACKED_PARTS, install_packed, quantization_con
 from twofold.ops.kernels import Kernels
 
 
-def packable_groups(config: DrafterConfig) -> list[list[str]]:
-    """Names of the layers that are quantized, in the order in which they compute; a group has one input.
-
-    They are `fc`, and attention and MLP of every layer.
-    """
-    attention, mlp = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-    groups = [["fc"]]
-    for i in range(config.num_layers):
-        groups += [[f"layers.{i}.self_attn.{name}" for name in attention], [f"layers.{i}.self_attn.o_proj"]]
-        groups += [[f"layers.{i}.mlp.{name}" for name in mlp], [f"layers.{i}.mlp.down_proj"]]
-    return groups
-
-
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> Drafter:
     """The drafter in `folder`; ValueError as for `load_target`."""
     hf = read_json(folder / "config.json")

@@ -1,21 +1,21 @@
 """Stages that make the drafter: pretrain on the original target, finetune on the quantized one, quantize."""
 
-import dataclasses
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from twofold.data.conversations import load_conversations, pack
+from twofold.models import draft_quantization
 from twofold.models.causal_lm import CausalLM
+from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
-from twofold.models.drafter_checkpoint import load_drafter, packable_groups, save_drafter
+from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.stage import StageContext
 from twofold.pipeline.target_stages import HELDOUT, TRAIN, With, device, load_frozen
-from twofold.quant.calibrate import DraftQuantizeConfig, gptq_in_order
-from twofold.quant.scheme import QuantScheme
-from twofold.training.blocks import draft_logits, make_blocks, sample_anchors
+from twofold.training.blocks import calibration_drafts
 from twofold.training.draft import DraftConfig, teacher_forced_acceptance, train_drafter
 
 Metrics = dict[str, Json]
@@ -83,34 +83,26 @@ def _check_fits(drafter: DrafterConfig, target: CausalLM) -> None:
 
 
 def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
-    """GPTQ, calibrated on what the drafter sees: contexts and blocks of the quantized target's answers."""
+    """Quantizes, calibrated on what the drafter sees: contexts and blocks of the quantized target's answers.
+
+    `layers.json` says how each layer came out. A drafter that finetuning left quantized only gets its window.
+    """
     config = context.config
     drafter = load_draft(context.inputs["draft_finetune"])
-    target = load_frozen(context.inputs["pack"])
-    rows = pack(load_conversations(context.inputs["regenerate"] / TRAIN), 512)
-    rows = rows.select(rows.batch(config.rows, 0, context.seed)).to(device())
-    anchors = sample_anchors(rows, config.anchors, context.seed)
-    blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
-    reports = gptq_in_order(
-        drafter,
-        packable_groups(drafter.config),
-        lambda: draft_logits(drafter, target, rows, blocks),
-        QuantScheme(group_size=config.group_size),
-        config.damping,
-        context.report,
-    )
-    fallbacks = sorted(name for name, report in reports.items() if report.rounded_to_nearest)
-    if len(fallbacks) > config.max_fallbacks * len(reports):
-        raise ValueError(
-            f"GPTQ fell back to round-to-nearest for {len(fallbacks)} of {len(reports)} layers, {fallbacks[0]} first; "
-            "use more calibration rows or more damping"
-        )
-    drafter.config = dataclasses.replace(drafter.config, sliding_window=config.sliding_window)
+    metrics: Metrics = {"fallbacks": []}
+    if config.method != "trained":
+        target = load_frozen(context.inputs["pack"])
+        rows = pack(load_conversations(context.inputs["regenerate"] / TRAIN), 512)
+        rows = rows.select(rows.batch(config.rows, 0, context.seed)).to(device())
+        run = calibration_drafts(drafter, target, rows, config.anchors, context.seed)
+        reports = draft_quantization.quantize_drafter(drafter, run, config, context.report)
+        (context.output / "layers.json").write_text(json.dumps([asdict(layer) for layer in reports], indent=1))
+        errors = [layer.output_error for layer in reports]
+        metrics = {
+            "layers": len(reports),
+            "fallbacks": [layer.name for layer in reports if layer.fallback],
+            "mean_relative_error": sum(errors) / len(errors),
+        }
+    drafter.config = replace(drafter.config, sliding_window=config.sliding_window)
     save_drafter(drafter, context.output)
-    errors = [report.relative_error for report in reports.values()]
-    return {
-        "layers": len(reports),
-        "fallbacks": list(fallbacks),
-        "mean_relative_error": sum(errors) / len(errors),
-        "bytes": (context.output / "model.safetensors").stat().st_size,
-    }
+    return metrics | {"bytes": (context.output / "model.safetensors").stat().st_size}

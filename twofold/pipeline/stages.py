@@ -70,7 +70,7 @@ STAGES: tuple[Stage[Any], ...] = (
     ),
     Stage(
         name="draft_quantize",
-        version=1,
+        version=2,
         config=lambda r: r.draft_quantize,
         run=quantize_drafter,
         parents=("pack", "regenerate", "draft_finetune"),

@@ -1,5 +1,6 @@
 """Draft blocks of packed rows, and what a drafter makes of them. B rows, T tokens, A anchors a row, K block size."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,3 +76,13 @@ def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: B
     """Scores [B, A, K - 1, V] of the blocks' guesses."""
     features = features_of(target, rows, drafter.config.target_layer_ids)
     return target.logits(draft_hidden(drafter, target, rows, blocks, features)[0])
+
+
+def calibration_drafts(
+    drafter: Drafter, target: CausalLM, rows: PackedRows, num_anchors: int, seed: int
+) -> Callable[[], object]:
+    """A function that passes drafts at random anchors of `rows` through the drafter, with their whole contexts."""
+    anchors = sample_anchors(rows, num_anchors, seed)
+    blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
+    features = features_of(target, rows, drafter.config.target_layer_ids)
+    return lambda: draft_hidden(drafter, target, rows, blocks, features)

@@ -10,8 +10,11 @@ from torch import Tensor
 from twofold.data.conversations import PackedRows
 from twofold.data.features import Features, feature_source
 from twofold.models.causal_lm import CausalLM
+from twofold.models.draft_quantization import fake_quantize_drafter
 from twofold.models.drafter import Drafter
 from twofold.models.layers import dense_weight
+from twofold.quant.linear import pack_linears
+from twofold.quant.scheme import QuantScheme
 from twofold.training.blocks import Blocks, draft_hidden, draft_logits, make_blocks, sample_anchors
 from twofold.training.divergence import label_logprobs, linear_cross_entropy, linear_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
@@ -25,7 +28,9 @@ class DraftConfig:
 
     `positions`: how the guesses of a block are weighted: "decay" by exp(-(k - 1) / gamma), "dpace" by what each adds
     to the expected accept length at the moment (see `dpace_weights`; one product more with the head). `precision`: of
-    products and activations; weights and optimizer are float32.
+    products and activations; weights and optimizer are float32. `quantize`: the layers are trained as they will be
+    packed, rounded on their searched grids with a straight-through estimator; "learned" `scales` have a learning rate
+    of their own, a tenth of the weights' unless given, and no weight decay.
     """
 
     optimizer: OptimizerConfig
@@ -39,12 +44,19 @@ class DraftConfig:
     store_features: bool = False  # the target reads every row once, not once an epoch; see `data.features`
     precision: Literal["float32", "bfloat16"] = "float32"
     vocab_chunk: int = 32_768
+    quantize: QuantScheme | None = None
+    scales: Literal["frozen", "learned"] = "frozen"
+    scale_learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         if not self.gamma > 0:
             raise ValueError(f"gamma = {self.gamma} is no decay; use a positive number")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha = {self.alpha} is not in [0, 1]")
+        if self.scales == "learned" and self.quantize is None:
+            raise ValueError('scales = "learned" is for a quantized training; set quantize, or leave it out')
+        if self.scale_learning_rate is not None and self.scales == "frozen":
+            raise ValueError('scale_learning_rate is for scales = "learned"; set that or leave it out')
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,8 +117,13 @@ def train_drafter(
     report: Report,
     validate: Callable[[], dict[str, float]],
 ) -> History:
-    """Trains `drafter` in place on the answers in `rows`; the full schedule runs whatever the weights started from."""
+    """Trains `drafter` in place on the answers in `rows`; the full schedule runs whatever the weights started from.
+
+    With `quantize` its layers are packed in the end: the weights that the last validation saw, bit for bit.
+    """
     target.requires_grad_(False)
+    if config.quantize is not None:
+        fake_quantize_drafter(drafter, config.quantize, config.scales == "learned")
     drafter.requires_grad_(True)
     block_size = drafter.config.block_size
     taps = drafter.config.target_layer_ids
@@ -123,8 +140,13 @@ def train_drafter(
             found = features(numbers)
         return draft_loss(drafter, target, batch, blocks, found, config, head_VD)
 
-    history = train(dict(drafter.named_parameters()), loss_at, config.optimizer, checkpoints, report, validate)
+    parameters = dict(drafter.named_parameters())
+    scale_rate, rate = config.scale_learning_rate, config.optimizer.learning_rate
+    multiple = 0.1 if scale_rate is None else scale_rate / rate
+    multiples = {name: multiple for name in parameters if name.endswith(".scale")}
+    history = train(parameters, loss_at, config.optimizer, checkpoints, report, validate, multiples=multiples)
     drafter.requires_grad_(False)
+    pack_linears(drafter, cache_dtype=drafter.norm.weight.dtype)
     return history
 
 
