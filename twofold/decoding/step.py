@@ -99,7 +99,7 @@ def draft(target: CausalLM, drafter: Drafter, sequence: Sequence, sampling: Samp
     block[0, 0] = sequence.anchor
     hidden = drafter.draft(sequence.draft_state, target.embed_tokens(block))
     positions = sequence.state.lengths_B[:, None] + torch.arange(1, num_tokens, device=target.device)
-    block[:, 1:] = choose(target.logits(hidden[:, 1:]), positions, sampling)
+    block[:, 1:] = choose(drafter.scores(target, hidden[:, 1:]), positions, sampling)
     return block
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from twofold.models.calibration import LayerReport
+from twofold.models.draft_head import DraftHeadConfig
 from twofold.models.drafter import Drafter, DrafterConfig
 from twofold.models.layers import RMSNorm
 from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
@@ -28,7 +29,8 @@ class DraftQuantizeConfig:
 
     "trained" takes it as quantization-aware finetuning left it (see `DraftConfig.quantize`); the others are as in
     `QuantizeConfig`. `sliding_window`, where given, is written into the quantized drafter's config (see
-    `DrafterConfig`). `max_fallbacks` is the share of layers that gptq may merely round.
+    `DrafterConfig`), and `head` gives it a head of its own. `max_fallbacks` is the share of layers that gptq may merely
+    round.
     """
 
     method: Literal["gptq", "awq", "rtn", "trained"] = "gptq"
@@ -40,6 +42,7 @@ class DraftQuantizeConfig:
     anchors: int = 16
     sliding_window: int | None = None
     max_fallbacks: float = 0.0
+    head: DraftHeadConfig | None = None
 
     def __post_init__(self) -> None:
         _ = self.scheme  # has checks of its own

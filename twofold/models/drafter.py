@@ -19,7 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from twofold.models.causal_lm import CausalLM
 from twofold.models.config import ModelConfig
+from twofold.models.draft_head import DraftHead
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.state import KeyValueCache
 from twofold.ops.kernels import Kernels
@@ -202,7 +204,7 @@ class DraftState:
 
 
 class Drafter(nn.Module):
-    """Has neither embedding nor head: it borrows the target's."""
+    """Has no embedding, and unless given one no head: it borrows the target's."""
 
     @staticmethod
     def initialized(config: DrafterConfig, seed: int, kernels: Kernels | None = None) -> "Drafter":
@@ -224,6 +226,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.layers = nn.ModuleList(DraftLayer(config, self.kernels) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.draft_head: DraftHead | None = None  # in place of the target's
         self.feature = Projections(self, "fc")
 
     @property
@@ -254,6 +257,10 @@ class Drafter(nn.Module):
         for layer, context in zip(self.layers, contexts, strict=True):
             x_BND = layer(x_BND, cos, sin, context, mask_BNS)
         return self.norm(x_BND)
+
+    def scores(self, target: CausalLM, hidden: Tensor) -> Tensor:
+        """Scores [..., V] of what `forward` gives, by the head that drafts."""
+        return target.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
 
     def new_state(self, batch_size: int, max_length: int) -> DraftState:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)

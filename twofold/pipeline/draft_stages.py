@@ -8,6 +8,7 @@ from typing import Any
 from twofold.data.conversations import load_conversations, pack
 from twofold.models import draft_quantization
 from twofold.models.causal_lm import CausalLM
+from twofold.models.draft_head import count_tokens, make_draft_head
 from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
@@ -85,14 +86,18 @@ def _check_fits(drafter: DrafterConfig, target: CausalLM) -> None:
 def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
     """Quantizes, calibrated on what the drafter sees: contexts and blocks of the quantized target's answers.
 
-    `layers.json` says how each layer came out. A drafter that finetuning left quantized only gets its window.
+    `layers.json` says how each layer came out. A drafter that finetuning left quantized only gets its window and head.
     """
     config = context.config
     drafter = load_draft(context.inputs["draft_finetune"])
+    target = load_frozen(context.inputs["pack"])
+    answered = load_conversations(context.inputs["regenerate"] / TRAIN)
+    if config.head is not None:  # before any work, since it may not fit
+        counts_V = count_tokens((c.answer_ids for c in answered), target.config.vocab_size)
+        drafter.draft_head = make_draft_head(config.head, target.lm_head, counts_V)
     metrics: Metrics = {"fallbacks": []}
     if config.method != "trained":
-        target = load_frozen(context.inputs["pack"])
-        rows = pack(load_conversations(context.inputs["regenerate"] / TRAIN), 512)
+        rows = pack(answered, 512)
         rows = rows.select(rows.batch(config.rows, 0, context.seed)).to(device())
         run = calibration_drafts(drafter, target, rows, config.anchors, context.seed)
         reports = draft_quantization.quantize_drafter(drafter, run, config, context.report)
@@ -105,4 +110,4 @@ def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
         }
     drafter.config = replace(drafter.config, sliding_window=config.sliding_window)
     save_drafter(drafter, context.output)
-    return metrics | {"bytes": (context.output / "model.safetensors").stat().st_size}
+    return metrics | {"bytes": sum(path.stat().st_size for path in context.output.glob("*.safetensors"))}

@@ -75,7 +75,7 @@ def draft_hidden(
 def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
     """Scores [B, A, K - 1, V] of the blocks' guesses."""
     features = features_of(target, rows, drafter.config.target_layer_ids)
-    return target.logits(draft_hidden(drafter, target, rows, blocks, features)[0])
+    return drafter.scores(target, draft_hidden(drafter, target, rows, blocks, features)[0])
 
 
 def calibration_drafts(

@@ -140,7 +140,7 @@ def train_drafter(
             found = features(numbers)
         return draft_loss(drafter, target, batch, blocks, found, config, head_VD)
 
-    parameters = dict(drafter.named_parameters())
+    parameters = {name: p for name, p in drafter.named_parameters() if not name.startswith("draft_head.")}
     scale_rate, rate = config.scale_learning_rate, config.optimizer.learning_rate
     multiple = 0.1 if scale_rate is None else scale_rate / rate
     multiples = {name: multiple for name in parameters if name.endswith(".scale")}
