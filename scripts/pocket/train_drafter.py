@@ -24,8 +24,8 @@ from twofold.models.drafter_checkpoint import save_drafter
 from twofold.models.layers import dense_weight
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
-from twofold.training.blocks import make_blocks, sample_anchors
-from twofold.training.draft import DraftConfig, draft_loss, teacher_forced_acceptance
+from twofold.training.blocks import make_blocks, sample_anchors, teacher_forced_acceptance
+from twofold.training.draft import DraftConfig, draft_loss
 from twofold.training.loop import OptimizerConfig
 from twofold.training.losses import DraftLoss
 
@@ -132,11 +132,12 @@ def train(args: argparse.Namespace) -> None:
         average = loss.item() if step == 1 else 0.95 * average + 0.05 * loss.item()
         if time.monotonic() - reported > 60:
             reported = time.monotonic()
-            accepted = teacher_forced_acceptance(drafter, target, heldout, 16)
+            accepted = teacher_forced_acceptance(drafter, target, heldout).accept_length
             save_drafter(drafter, args.out / "drafter")
             print(f"step {step} {reported - began:.0f} s loss {average:.3f} held-out {accepted:.3f}", flush=True)
     save_drafter(drafter, args.out / "drafter")
-    print(f"step {step}: held-out accept length {teacher_forced_acceptance(drafter, target, heldout, 64):.3f}")
+    accepted = teacher_forced_acceptance(drafter, target, heldout).accept_length
+    print(f"step {step}: held-out accept length {accepted:.3f}")
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter, DrafterConfig
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.checkpoint import Checkpoints
-from twofold.training.blocks import draft_logits, make_blocks, sample_anchors
-from twofold.training.draft import DraftConfig, draft_loss, teacher_forced_acceptance, train_drafter
+from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, teacher_forced_acceptance
+from twofold.training.draft import DraftConfig, draft_loss, train_drafter
 from twofold.training.loop import OptimizerConfig
 from twofold.training.losses import HARD, DraftLoss
 
@@ -200,28 +200,6 @@ def test_a_frozen_target_passes_the_gradient_on() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
 
-def test_acceptance_counts_runs_of_right_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, (target, drafter) = packed(), pair()
-    anchors = sample_anchors(rows, 6, 0)
-    blocks = make_blocks(rows, anchors, BLOCK, MASK)
-    logits = torch.randn(2, 6, BLOCK - 1, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    right = torch.rand(2, 6, BLOCK - 1, generator=torch.Generator().manual_seed(1)) < 0.7
-    for where in right.nonzero().tolist():
-        logits[(*where, int(blocks.labels_BAK[tuple(where)]))] = 100.0
-    monkeypatch.setattr("twofold.training.draft.draft_logits", lambda *_: logits)
-    lengths = []
-    for row in range(2):
-        for a in range(6):
-            run = 0
-            while run < BLOCK - 1 and right[row, a, run] and blocks.valid_BAK[row, a, run]:
-                run += 1
-            if blocks.valid_BAK[row, a, 0]:
-                lengths.append(run + 1)
-    assert len(set(lengths)) > 2
-    got = teacher_forced_acceptance(drafter, target, rows, 6)
-    assert got == pytest.approx(sum(lengths) / len(lengths))
-
-
 def periodic() -> PackedRows:
     """Text with a rule: a token is followed by the next one."""
     made = [Conversation([start], [(start + i) % 40 for i in range(1, 24)]) for start in range(0, 40, 5)]
@@ -243,7 +221,7 @@ def run(
         0,
         Checkpoints(folder),
         lambda step, *_: done.append(step),
-        lambda: {"accept_length": teacher_forced_acceptance(drafter, target, rows, 12)},
+        lambda: {"accept_length": teacher_forced_acceptance(drafter, target, rows).accept_length},
     )
     return done, history
 

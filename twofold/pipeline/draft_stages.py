@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twofold.data.conversations import load_conversations, pack
 from twofold.models import draft_quantization
 from twofold.models.causal_lm import CausalLM
@@ -16,8 +18,8 @@ from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.stage import StageContext
 from twofold.pipeline.target_stages import HELDOUT, TRAIN, With, device, load_frozen
-from twofold.training.blocks import calibration_drafts
-from twofold.training.draft import DraftConfig, teacher_forced_acceptance, train_drafter
+from twofold.training.blocks import calibration_drafts, teacher_forced_acceptance
+from twofold.training.draft import DraftConfig, train_drafter
 
 Metrics = dict[str, Json]
 
@@ -62,10 +64,11 @@ def _train(
     drafter: Drafter, target: CausalLM, context: StageContext[Any], answers: Path, config: DraftConfig
 ) -> Metrics:
     rows = pack(load_conversations(answers / TRAIN), config.row_length)
-    heldout = pack(load_conversations(answers / HELDOUT), config.row_length).to(device())
+    heldout = pack(load_conversations(answers / HELDOUT), config.row_length)
+    heldout = heldout.select(torch.arange(min(config.heldout_rows, len(heldout))))
 
     def validate() -> dict[str, float]:
-        return {"accept_length": teacher_forced_acceptance(drafter, target, heldout, config.anchors)}
+        return {"accept_length": teacher_forced_acceptance(drafter, target, heldout).accept_length}
 
     history = train_drafter(drafter, target, rows, config, context.seed, context.checkpoints, context.report, validate)
     save_drafter(drafter, context.output)

@@ -1,6 +1,6 @@
 """Draft blocks of packed rows, and what a drafter makes of them. B rows, T tokens, A anchors a row, K block size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from twofold.data.conversations import PackedRows
 from twofold.data.features import Features, features_of
+from twofold.decoding.acceptance import Acceptance, walk
 from twofold.models.causal_lm import CausalLM
-from twofold.models.drafter import Drafter
+from twofold.models.drafter import Drafter, KeyValue
 from twofold.ops.attention import document_ids
 
 
@@ -62,14 +63,21 @@ def draft_hidden(
     config = drafter.config
     with torch.no_grad():
         hidden = features.hidden
-        x_BND = target.embed_tokens(blocks.block_ids_BN)
         before = blocks.anchors_BA[..., None] + torch.arange(config.block_size - 1, device=hidden.device)
         before = before.clamp(max=hidden.shape[1] - 1)
         wanted = hidden[torch.arange(len(hidden), device=hidden.device)[:, None, None], before]
     contexts = drafter.contexts(features.taps, rows.positions_NT)
+    return _block_hidden(drafter, target, rows, blocks, contexts), wanted
+
+
+def _block_hidden(
+    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, contexts: Sequence[KeyValue]
+) -> Tensor:
     mask = drafter.training_mask(document_ids(rows.positions_NT), blocks.anchors_BA)
-    guesses = drafter(x_BND, blocks.positions_BN, contexts, mask)
-    return guesses.unflatten(1, (-1, config.block_size))[:, :, 1:], wanted
+    with torch.no_grad():
+        x_BND = target.embed_tokens(blocks.block_ids_BN)
+    guesses: Tensor = drafter(x_BND, blocks.positions_BN, contexts, mask)
+    return guesses.unflatten(1, (-1, drafter.config.block_size))[:, :, 1:]
 
 
 def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
@@ -86,3 +94,41 @@ def calibration_drafts(
     blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
     features = features_of(target, rows, drafter.config.target_layer_ids)
     return lambda: draft_hidden(drafter, target, rows, blocks, features)
+
+
+@torch.no_grad()
+def teacher_forced_acceptance(
+    drafter: Drafter, target: CausalLM, rows: PackedRows, *, batch_rows: int = 8, anchors_at_once: int = 64
+) -> Acceptance:
+    """What the decode loop would accept if the target answered as in `rows`: on its own greedy answers, what greedy
+    decoding accepts. Every anchor of an answer is drafted once; `walk` goes through those that decoding comes to.
+    """
+    config, found = drafter.config, Acceptance(drafter.config.block_size)
+    eos = set(target.config.eos_token_ids)
+    for numbers in torch.arange(len(rows)).split(batch_rows):
+        batch = rows.select(numbers.to(rows.answer_NT.device)).to(target.device)
+        features = features_of(target, batch, config.target_layer_ids)
+        contexts = drafter.contexts(features.taps, batch.positions_NT)
+        anchors = sample_anchors(batch, max(1, int(batch.answer_NT.sum(dim=1).max())), seed=0)  # all there are
+        right_BT = torch.zeros_like(batch.token_ids_NT)
+        for part in anchors.split(anchors_at_once, dim=1):
+            blocks = make_blocks(batch, part, config.block_size, config.mask_token_id)
+            guesses = drafter.scores(target, _block_hidden(drafter, target, batch, blocks, contexts)).argmax(dim=-1)
+            right = (guesses == blocks.labels_BAK) & blocks.valid_BAK
+            right_BT.scatter_(1, part, right.long().cumprod(dim=-1).sum(dim=-1))
+        for row, right_T in enumerate(right_BT.tolist()):
+            for start, stop in _answers(batch.positions_NT[row].tolist(), batch.answer_NT[row].tolist()):
+                ended = int(batch.token_ids_NT[row, stop - 1]) in eos
+                found.add(walk(right_T, start, stop, config.block_size, ended))
+    return found
+
+
+def _answers(positions: list[int], answer: list[bool]) -> list[tuple[int, int]]:
+    """(start, stop) of the answers in a row, one a document."""
+    spans: list[tuple[int, int]] = []
+    for at, inside in enumerate(answer):
+        if inside and at and answer[at - 1] and positions[at] > 0:
+            spans[-1] = (spans[-1][0], at + 1)
+        elif inside:
+            spans.append((at, at + 1))
+    return spans

@@ -15,7 +15,7 @@ from twofold.models.drafter import Drafter
 from twofold.models.layers import dense_weight
 from twofold.quant.linear import pack_linears
 from twofold.quant.scheme import QuantScheme
-from twofold.training.blocks import Blocks, draft_hidden, draft_logits, make_blocks, sample_anchors
+from twofold.training.blocks import Blocks, draft_hidden, make_blocks, sample_anchors
 from twofold.training.divergence import label_logprobs, linear_cross_entropy, linear_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.losses import HARD, DraftLoss, block_weights, dpace_weights
@@ -41,6 +41,7 @@ class DraftConfig:
     batch_rows: int = 4
     row_length: int = 512
     anchors: int = 24
+    heldout_rows: int = 16  # of the held-out answers, that validation reads
     store_features: bool = False  # the target reads every row once, not once an epoch; see `data.features`
     precision: Literal["float32", "bfloat16"] = "float32"
     vocab_chunk: int = 32_768
@@ -148,16 +149,3 @@ def train_drafter(
     drafter.requires_grad_(False)
     pack_linears(drafter, cache_dtype=drafter.norm.weight.dtype)
     return history
-
-
-@torch.no_grad()
-def teacher_forced_acceptance(drafter: Drafter, target: CausalLM, rows: PackedRows, num_anchors: int) -> float:
-    """Mean accept length when every anchor's block is judged by the text in `rows`: 1 + guesses right in a row.
-
-    On the target's own greedy text this is what greedy decoding gives, anchors weighted equally.
-    """
-    anchors = sample_anchors(rows, num_anchors, seed=0)
-    blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
-    right = draft_logits(drafter, target, rows, blocks).argmax(dim=-1) == blocks.labels_BAK
-    run = (right & blocks.valid_BAK).long().cumprod(dim=-1).sum(dim=-1)
-    return 1.0 + float(run[blocks.valid_BAK[..., 0]].float().mean())
