@@ -24,6 +24,7 @@ from twofold.models.config import ModelConfig
 from twofold.models.draft_head import DraftHead
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.state import KeyValueCache
+from twofold.ops.draft_attention import DraftMask, sees_context
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table, rotate
 
@@ -171,11 +172,15 @@ class DraftAttention(nn.Module):
         k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
         return rotate(self.k_norm(k), cos, sin), v
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
         q, k, v = (self._heads(x) for x in self.block_inputs(x_BND))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
-        return self.output(self.kernels.attention(q, k, v, mask).flatten(-2))[0]
+        if isinstance(mask, DraftMask):
+            o = self.kernels.draft_attention(q, k, v, mask)
+        else:
+            o = self.kernels.attention(q, k, v, mask)
+        return self.output(o.flatten(-2))[0]
 
 
 class DraftLayer(nn.Module):
@@ -189,7 +194,7 @@ class DraftLayer(nn.Module):
     def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
         return self.self_attn.context(feature_BTD, cos, sin)
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
         x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
         return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
 
@@ -251,11 +256,13 @@ class Drafter(nn.Module):
         cos, sin = self._table(positions_BT)
         return [layer.context(feature, cos, sin) for layer in self._layers]
 
-    def forward(self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask_BNS: Tensor) -> Tensor:
-        """Hidden states [B, N, D] for the target's head; `mask_BNS` covers context and block keys, [B, N, S + N]."""
+    def forward(
+        self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Tensor | DraftMask
+    ) -> Tensor:
+        """Hidden states [B, N, D] for the head; the mask covers context and block keys, [B, N, S + N]."""
         cos, sin = self._table(positions_BN)
         for layer, context in zip(self.layers, contexts, strict=True):
-            x_BND = layer(x_BND, cos, sin, context, mask_BNS)
+            x_BND = layer(x_BND, cos, sin, context, mask)
         return self.norm(x_BND)
 
     def scores(self, target: CausalLM, hidden: Tensor) -> Tensor:
@@ -293,20 +300,10 @@ class Drafter(nn.Module):
         return self(block_BND, positions_BN, contexts, torch.cat((mask, block), dim=-1))
 
     def _visible(self, keys_S: Tensor, positions_BN: Tensor, anchors_BN: Tensor) -> Tensor:
-        """[B, N, S]: context strictly before the anchor, and inside the window where there is one."""
-        visible = keys_S < anchors_BN[..., None]
-        if self.config.sliding_window is not None:
-            visible = visible & (keys_S > positions_BN[..., None] - self.config.sliding_window)
+        """[B, N, S]"""
+        visible = sees_context(keys_S, positions_BN[..., None], anchors_BN[..., None], self.config.sliding_window)
         return visible.expand(*positions_BN.shape, -1)
 
-    def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> Tensor:
-        """[B, A * K, T + A * K] for A blocks of a row: block a sees its own document's context strictly before its
-        anchor, and itself; never another block."""
-        block = self.config.block_size
-        index = torch.arange(anchors_BA.shape[1] * block, device=anchors_BA.device)
-        anchors_BN = anchors_BA.repeat_interleave(block, dim=1)
-        keys_T = torch.arange(documents_BT.shape[1], device=anchors_BA.device)
-        context = self._visible(keys_T, anchors_BN + index % block, anchors_BN)
-        context = context & (documents_BT[:, None, :] == documents_BT.gather(1, anchors_BN)[..., None])
-        same = (index[:, None] // block == index // block).expand(len(anchors_BA), -1, -1)
-        return torch.cat((context, same), dim=-1)
+    def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> DraftMask:
+        """For blocks at the anchors (indices in the row) of packed rows."""
+        return DraftMask(documents_BT, anchors_BA, self.config.block_size, self.config.sliding_window)

@@ -12,6 +12,7 @@ from twofold.decoding.acceptance import Acceptance, walk
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter, KeyValue
 from twofold.ops.attention import document_ids
+from twofold.ops.draft_attention import DraftMask
 
 
 class Blocks(NamedTuple):
@@ -67,13 +68,13 @@ def draft_hidden(
         before = before.clamp(max=hidden.shape[1] - 1)
         wanted = hidden[torch.arange(len(hidden), device=hidden.device)[:, None, None], before]
     contexts = drafter.contexts(features.taps, rows.positions_NT)
-    return _block_hidden(drafter, target, rows, blocks, contexts), wanted
+    mask = drafter.training_mask(document_ids(rows.positions_NT), blocks.anchors_BA)
+    return _block_hidden(drafter, target, blocks, contexts, mask), wanted
 
 
 def _block_hidden(
-    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, contexts: Sequence[KeyValue]
+    drafter: Drafter, target: CausalLM, blocks: Blocks, contexts: Sequence[KeyValue], mask: Tensor | DraftMask
 ) -> Tensor:
-    mask = drafter.training_mask(document_ids(rows.positions_NT), blocks.anchors_BA)
     with torch.no_grad():
         x_BND = target.embed_tokens(blocks.block_ids_BN)
     guesses: Tensor = drafter(x_BND, blocks.positions_BN, contexts, mask)
@@ -113,7 +114,10 @@ def teacher_forced_acceptance(
         right_BT = torch.zeros_like(batch.token_ids_NT)
         for part in anchors.split(anchors_at_once, dim=1):
             blocks = make_blocks(batch, part, config.block_size, config.mask_token_id)
-            guesses = drafter.scores(target, _block_hidden(drafter, target, batch, blocks, contexts)).argmax(dim=-1)
+            # few blocks of changing number: a kernel compiled for each would take longer than the mask
+            mask = drafter.training_mask(document_ids(batch.positions_NT), part).dense
+            hidden = _block_hidden(drafter, target, blocks, contexts, mask)
+            guesses = drafter.scores(target, hidden).argmax(dim=-1)
             right = (guesses == blocks.labels_BAK) & blocks.valid_BAK
             right_BT.scatter_(1, part, right.long().cumprod(dim=-1).sum(dim=-1))
         for row, right_T in enumerate(right_BT.tolist()):
