@@ -48,3 +48,13 @@ def test_documents_do_not_see_each_other() -> None:
     changed = x.clone()
     changed[:, :11] += 1
     assert torch.equal(packed_causal_convolution(changed, w, documents)[:, 11:], y[:, 11:])
+
+
+def test_under_autocast_it_is_near() -> None:
+    """A convolution is then in bfloat16, the sum at a border of documents in float32."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 20, 6), torch.randn(6, 4)
+    documents = (torch.arange(20) > 8).long().expand(2, -1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = packed_causal_convolution(x, w, documents)
+    torch.testing.assert_close(got.float(), slow_convolution(x, w, documents), rtol=2e-2, atol=5e-2)

@@ -33,7 +33,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """What is free to choose in a drafter; the rest follows from the target."""
+    """What is free to choose in a drafter; the rest follows from the target. A `sliding_window` here is trained in."""
 
     num_layers: int = 5
     intermediate_size: int = 9728
@@ -43,6 +43,7 @@ class DraftShape:
     block_size: int = 16
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,4 +35,4 @@ def packed_causal_convolution(x_BTC: Tensor, weight_CW: Tensor, documents_BT: Te
     window = tokens[:, None] + torch.arange(width, device=tokens.device)
     own = documents[rows[:, None], window] == documents_BT[rows, tokens][:, None]
     inside = padded[rows[:, None], window].masked_fill(~own[..., None], 0.0)
-    return F.silu(y.index_put((rows, tokens), (inside * weight_CW.T).sum(dim=1)))
+    return F.silu(y.index_put((rows, tokens), (inside * weight_CW.T).sum(dim=1).to(y.dtype)))

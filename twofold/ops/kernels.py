@@ -50,7 +50,7 @@ def _left_product(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 def _delta_outside_autocast(*tensors: Any, **optional: Any) -> tuple[Tensor, gated_delta.DeltaWindow]:
     """The recurrence keeps its float32 products when the layers around it are trained in bf16."""
-    with torch.autocast("cuda", enabled=False):
+    with torch.autocast(tensors[0].device.type, enabled=False):
         return gated_delta.gated_delta(*tensors, **optional)
 
 
@@ -82,7 +82,7 @@ class Kernels:
 
     @staticmethod
     def cpu() -> "Kernels":
-        return replace(Kernels.reference(), name="cpu", freeze_linear=_cpu_linear)
+        return replace(Kernels.reference(), name="cpu", freeze_linear=_cpu_linear, gated_delta=_delta_outside_autocast)
 
     @staticmethod
     def cuda() -> "Kernels":

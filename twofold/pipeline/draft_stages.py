@@ -111,6 +111,7 @@ def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
             "fallbacks": [layer.name for layer in reports if layer.fallback],
             "mean_relative_error": sum(errors) / len(errors),
         }
-    drafter.config = replace(drafter.config, sliding_window=config.sliding_window)
+    if config.sliding_window is not None:
+        drafter.config = replace(drafter.config, sliding_window=config.sliding_window)
     save_drafter(drafter, context.output)
     return metrics | {"bytes": sum(path.stat().st_size for path in context.output.glob("*.safetensors"))}
