@@ -77,6 +77,7 @@ class Training:
     share: float = 1.0
     start: str | None = None
     quantize: QuantScheme | None = None
+    markov_rank: int = 0
 
 
 def trainings(first: float, group_size: int) -> dict[str, Training]:
@@ -90,6 +91,7 @@ def trainings(first: float, group_size: int) -> dict[str, Training]:
         "direct soft + total variation": Training(loss=SOFT_TV),
         "direct hard, D-PACE": Training(positions="dpace"),
         "direct soft, D-PACE": Training(loss=SOFT, positions="dpace"),
+        "direct best loss, Markov head": Training(loss=None, markov_rank=64),
         "stage 1 hard": Training(target="bf16", share=first),
         "two stages hard": Training(share=1 - first, start="stage 1 hard"),
         "stage 1 best loss": Training(target="bf16", loss=None, share=first),
@@ -268,7 +270,7 @@ class Bench:
         )
 
     def best_direct(self) -> str:
-        rows = [row for row in self.result["rows"] if row["name"].startswith("direct ")]
+        rows = [row for row in self.result["rows"] if row["name"].startswith("direct ") and "Markov" not in row["name"]]
         if not rows:
             raise ValueError('the best loss is chosen among the rows "direct ..."; make them first')
         return str(max(rows, key=lambda row: row["accept_length"])["name"])
@@ -287,6 +289,7 @@ class Bench:
                 block_size=self.args.block,
                 mask_token_id=self.args.mask_token,
                 target_layer_ids=tuple(self.args.taps),
+                markov_rank=training.markov_rank,
             )
             made = DrafterConfig.for_target(target.config, shape)
             drafter = Drafter.initialized(made, 0, self.kernels).to(self.device)
@@ -446,6 +449,9 @@ def latency_row(bench: Bench, name: str) -> None:
     target = bench.target("int4")
     counts = count_tokens((c.answer_ids for c in bench.conversations), target.config.vocab_size)
     variants = {"plain": Variant(target, None), "own head": Variant(target, bench.drafter(BASE).freeze())}
+    markov = "direct best loss, Markov head"
+    if (bench.folder(markov) / "config.json").exists():
+        variants["Markov head"] = Variant(target, bench.drafter(markov).freeze())
     for head, config in HEADS.items():
         if config.rows is None or config.rows < target.config.vocab_size:
             drafter = bench.drafter(BASE)

@@ -23,6 +23,7 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.config import ModelConfig
 from twofold.models.draft_head import DraftHead
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
+from twofold.models.markov_head import MarkovHead
 from twofold.models.state import KeyValueCache
 from twofold.ops.draft_attention import DraftMask, sees_context
 from twofold.ops.kernels import Kernels
@@ -33,7 +34,8 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """What is free to choose in a drafter; the rest follows from the target. A `sliding_window` here is trained in."""
+    """What is free to choose in a drafter; the rest follows from the target. A `sliding_window` here is trained in; a
+    `markov_rank` above 0 adds a `MarkovHead`."""
 
     num_layers: int = 5
     intermediate_size: int = 9728
@@ -44,6 +46,7 @@ class DraftShape:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     sliding_window: int | None = None
+    markov_rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class DrafterConfig:
     num_target_layers: int
     max_position_embeddings: int
     sliding_window: int | None = None
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]:
@@ -75,6 +79,8 @@ class DrafterConfig:
             raise ValueError(f"block_size {self.block_size} drafts nothing; use 2 or more")
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}")
+        if self.markov_rank < 0:
+            raise ValueError(f"markov_rank {self.markov_rank} is negative; 0 is no Markov head")
 
     @staticmethod
     def for_target(target: ModelConfig, shape: DraftShape) -> "DrafterConfig":
@@ -111,6 +117,7 @@ class DrafterConfig:
                 num_target_layers=config["num_target_layers"],
                 max_position_embeddings=config["max_position_embeddings"],
                 sliding_window=config.get("sliding_window") if sliding else None,
+                markov_rank=dflash.get("markov_rank", 0),
             )
         except KeyError as error:
             raise ValueError(f"the drafter's config.json has no {error}; it is not a DFlash drafter") from None
@@ -139,6 +146,7 @@ class DrafterConfig:
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
                 "causal": False,
+                **({"markov_rank": self.markov_rank} if self.markov_rank else {}),
             },
             "num_target_layers": self.num_target_layers,
             "layer_types": [kind] * self.num_layers,
@@ -222,6 +230,8 @@ class Drafter(nn.Module):
             for parameter in drafter.parameters():
                 if parameter.dim() == 2:
                     parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+            if drafter.markov_head is not None:
+                drafter.markov_head.after.weight.zero_()  # no bias to begin with
         return drafter
 
     def __init__(self, config: DrafterConfig, kernels: Kernels | None = None) -> None:
@@ -232,6 +242,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.layers = nn.ModuleList(DraftLayer(config, self.kernels) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
         self.draft_head: DraftHead | None = None  # in place of the target's
         self.feature = Projections(self, "fc")
 
@@ -266,9 +277,11 @@ class Drafter(nn.Module):
             x_BND = layer(x_BND, cos, sin, context, mask)
         return self.norm(x_BND)
 
-    def scores(self, target: CausalLM, hidden: Tensor) -> Tensor:
-        """Scores [..., V] of what `forward` gives, by the head that drafts."""
-        return target.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
+    def scores(self, target: CausalLM, hidden: Tensor, previous: Tensor | None = None) -> Tensor:
+        """Scores [..., V] of what `forward` gives, by the head that drafts, and by the tokens [...] before, where they
+        are given and there is a Markov head."""
+        scores = target.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
+        return scores if self.markov_head is None or previous is None else self.markov_head(scores, previous)
 
     def new_state(self, batch_size: int, max_length: int) -> DraftState:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)

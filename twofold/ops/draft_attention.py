@@ -71,11 +71,7 @@ class DraftMask:
         """Flex attention's BlockMask: the 128 x 128 tiles in which anything is seen."""
         from torch.nn.attention.flex_attention import create_block_mask
 
-        device = self.documents_BT.device
-        rows, queries, keys = self.shape
-        # compiled, the law's values are never all there at once
-        make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-        return make(self.law(), rows, None, queries, keys, device=device)
+        return create_block_mask(self.law(), self.shape[0], None, *self.shape[1:], device=self.documents_BT.device)
 
 
 def draft_attention(q_BNHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: DraftMask) -> Tensor:

@@ -24,6 +24,11 @@ class Blocks(NamedTuple):
     labels_BAK: Tensor  # K - 1 wide
     valid_BAK: Tensor
 
+    def previous(self) -> Tensor:
+        """The token before each label [B, A, K - 1]: the anchor's, then labels."""
+        anchor_BA1 = self.block_ids_BN.unflatten(1, (self.anchors_BA.shape[1], -1))[..., :1]
+        return torch.cat((anchor_BA1, self.labels_BAK[..., :-1]), dim=-1)
+
 
 def make_blocks(rows: PackedRows, anchors_BA: Tensor, block_size: int, mask_token_id: int) -> Blocks:
     """A label is valid where it is an answer token of the anchor's own document."""
@@ -84,7 +89,7 @@ def _block_hidden(
 def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
     """Scores [B, A, K - 1, V] of the blocks' guesses."""
     features = features_of(target, rows, drafter.config.target_layer_ids)
-    return drafter.scores(target, draft_hidden(drafter, target, rows, blocks, features)[0])
+    return drafter.scores(target, draft_hidden(drafter, target, rows, blocks, features)[0], blocks.previous())
 
 
 def calibration_drafts(
@@ -117,7 +122,8 @@ def teacher_forced_acceptance(
             # few blocks of changing number: a kernel compiled for each would take longer than the mask
             mask = drafter.training_mask(document_ids(batch.positions_NT), part).dense
             hidden = _block_hidden(drafter, target, blocks, contexts, mask)
-            guesses = drafter.scores(target, hidden).argmax(dim=-1)
+            # after guesses that were right, the token before a guess is the label before it
+            guesses = drafter.scores(target, hidden, blocks.previous()).argmax(dim=-1)
             right = (guesses == blocks.labels_BAK) & blocks.valid_BAK
             right_BT.scatter_(1, part, right.long().cumprod(dim=-1).sum(dim=-1))
         for row, right_T in enumerate(right_BT.tolist()):

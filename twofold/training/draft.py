@@ -85,21 +85,26 @@ def draft_loss(
     valid = blocks.valid_BAK
     guesses_MD, wanted_MD = guesses[valid].to(head_VD.dtype), wanted[valid].to(head_VD.dtype)
     labels_M, chunk = blocks.labels_BAK[valid], config.vocab_chunk
+    scorer_VD = head_VD
+    if drafter.markov_head is not None:  # [h; e] [W; U]^T: the bias is more columns of the product
+        before_MR = drafter.markov_head.before(blocks.previous()[valid]).to(head_VD.dtype)
+        guesses_MD = torch.cat((guesses_MD, before_MR), dim=1)
+        scorer_VD = torch.cat((head_VD, drafter.markov_head.after.weight.to(head_VD.dtype)), dim=1)
     if config.positions == "decay":
         weights_M = block_weights(drafter.config.block_size, config.gamma, guesses.device).expand(valid.shape)[valid]
         scale: Tensor | float = 1.0
     else:
         log_q = torch.zeros(valid.shape, device=guesses.device)
-        log_q[valid] = label_logprobs(guesses_MD, head_VD, labels_M, chunk=chunk).float()
+        log_q[valid] = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
         weights_M = dpace_weights(log_q, valid, config.alpha)[valid]
         scale = weights_M.sum() / valid[..., 0].sum().clamp(min=1)
 
     def to_target(kind: Literal["forward_kl", "total_variation"]) -> Tensor:
-        return linear_divergence(guesses_MD, head_VD, wanted_MD, head_VD, kind=kind, chunk=chunk, weights_M=weights_M)
+        return linear_divergence(guesses_MD, scorer_VD, wanted_MD, head_VD, kind=kind, chunk=chunk, weights_M=weights_M)
 
     terms = []
     if config.loss.hard:
-        hard = linear_cross_entropy(guesses_MD, head_VD, labels_M, chunk=chunk, weights_M=weights_M)
+        hard = linear_cross_entropy(guesses_MD, scorer_VD, labels_M, chunk=chunk, weights_M=weights_M)
         terms.append(config.loss.hard * hard)
     if config.loss.soft:
         terms.append(config.loss.soft * to_target("forward_kl"))
