@@ -98,8 +98,14 @@ def calibration_drafts(
     """A function that passes drafts at random anchors of `rows` through the drafter, with their whole contexts."""
     anchors = sample_anchors(rows, num_anchors, seed)
     blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
-    features = features_of(target, rows, drafter.config.target_layer_ids)
-    return lambda: draft_hidden(drafter, target, rows, blocks, features)
+    taps = features_of(target, rows, drafter.config.target_layer_ids).taps
+    mask = drafter.training_mask(document_ids(rows.positions_NT), anchors).dense  # used once: nothing to compile for
+
+    def run() -> Tensor:
+        contexts = drafter.contexts(taps, rows.positions_NT)
+        return _block_hidden(drafter, target, blocks, contexts, mask)
+
+    return run
 
 
 @torch.no_grad()
