@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from target_smollm2 import IM_END, SYSTEM, NoCheckpoints, conversations
 
 import twofold
@@ -163,14 +163,20 @@ class Bench:
 
     @cached_property
     def conversations(self) -> list[Conversation]:
-        made, _ = conversations(self.args.conversations, self.tokenizer, self.args.limit)
-        print(f"{len(made)} conversations, {self.left():.0f} s left", flush=True)
-        return made
+        path = self.work / "conversations.safetensors"
+        if not path.exists():
+            made, _ = conversations(self.args.conversations, self.tokenizer, self.args.limit)
+            save_conversations(made, path)
+            print(f"{len(made)} conversations, {self.left():.0f} s left", flush=True)
+        return load_conversations(path)
 
     @cached_property
     def rows(self) -> PackedRows:
-        kept = [c for c in self.conversations if len(c.prompt_ids) + len(c.answer_ids) <= self.args.row_length]
-        made = pack(kept, self.args.row_length)
+        path = self.work / f"rows_{self.args.row_length}.safetensors"
+        if not path.exists():
+            fits = [c for c in self.conversations if len(c.prompt_ids) + len(c.answer_ids) <= self.args.row_length]
+            save_file(vars(pack(fits, self.args.row_length)), str(path))
+        made = PackedRows(**load_file(str(path)))
         print(f"{len(made)} rows of {self.args.row_length} tokens, {self.left():.0f} s left", flush=True)
         return made
 
