@@ -21,10 +21,13 @@ from twofold.data.prompts import read_prompts
 from twofold.models.checkpoint import load_target
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
 from twofold.models.drafter_checkpoint import save_drafter
+from twofold.models.layers import dense_weight
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
-from twofold.training.draft import DraftConfig, draft_loss, make_blocks, sample_anchors, teacher_forced_acceptance
+from twofold.training.blocks import make_blocks, sample_anchors, teacher_forced_acceptance
+from twofold.training.draft import DraftConfig, draft_loss
 from twofold.training.loop import OptimizerConfig
+from twofold.training.losses import DraftLoss
 
 ASSETS = Path(__file__).parents[2] / "twofold" / "assets" / "pocket"
 SHAPE = DraftShape(
@@ -97,7 +100,7 @@ def train(args: argparse.Namespace) -> None:
     drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels).to(args.device)
     config = DraftConfig(
         optimizer=OptimizerConfig(steps=1, learning_rate=args.learning_rate),
-        loss="soft",
+        loss=DraftLoss(soft=1.0),
         anchors=args.anchors,
         gamma=3.0,
     )
@@ -108,6 +111,7 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.AdamW(vectors, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     rows, heldout = read_rows(args.out, "train"), read_rows(args.out, "heldout").to(target.device)
+    head = dense_weight(target.lm_head, torch.float32)
     features = feature_source(target, rows, SHAPE.target_layer_ids, True, 64)
     print(f"{len(rows)} rows, {int(rows.answer_NT.sum())} answer tokens", flush=True)
     began, reported, step, average = time.monotonic(), 0.0, 0, float("nan")
@@ -118,7 +122,7 @@ def train(args: argparse.Namespace) -> None:
         numbers = rows.batch(args.rows, step, args.seed)
         batch = rows.select(numbers).to(target.device)
         blocks = make_blocks(batch, sample_anchors(batch, args.anchors, step), SHAPE.block_size, SHAPE.mask_token_id)
-        loss = draft_loss(drafter, target, batch, blocks, features(numbers), config)
+        loss = draft_loss(drafter, target, batch, blocks, features(numbers), config, head)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for chosen in optimizers:
@@ -128,11 +132,12 @@ def train(args: argparse.Namespace) -> None:
         average = loss.item() if step == 1 else 0.95 * average + 0.05 * loss.item()
         if time.monotonic() - reported > 60:
             reported = time.monotonic()
-            accepted = teacher_forced_acceptance(drafter, target, heldout, 16)
+            accepted = teacher_forced_acceptance(drafter, target, heldout).accept_length
             save_drafter(drafter, args.out / "drafter")
             print(f"step {step} {reported - began:.0f} s loss {average:.3f} held-out {accepted:.3f}", flush=True)
     save_drafter(drafter, args.out / "drafter")
-    print(f"step {step}: held-out accept length {teacher_forced_acceptance(drafter, target, heldout, 64):.3f}")
+    accepted = teacher_forced_acceptance(drafter, target, heldout).accept_length
+    print(f"step {step}: held-out accept length {accepted:.3f}")
 
 
 def main() -> None:

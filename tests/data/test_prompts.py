@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import pocket
-from twofold.data.prompts import read_prompts, tokenize_prompts
+from twofold.data.prompts import Prompt, read_labelled_prompts, read_prompts, tokenize_prompts
 
 
 def write(folder: Path, text: str) -> Path:
@@ -61,3 +61,12 @@ def test_a_prompt_that_is_too_long_is_named() -> None:
     tokenize_prompts(["one two three"], tokenizer, length)
     with pytest.raises(ValueError, match=f"prompt 2 has {length} tokens, more than the {length - 1} "):
         tokenize_prompts(["one", "one two three"], tokenizer, length - 1)
+
+
+def test_a_category_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "category": "qa"}\n{"prompt": "b"}\n')
+    assert read_labelled_prompts(file) == [Prompt("a", "qa"), Prompt("b", "")]
+    file.write_text('{"prompt": "a", "category": 3}\n')
+    with pytest.raises(ValueError, match="line 1: the category is no string"):
+        read_labelled_prompts(file)

@@ -9,6 +9,7 @@ from itertools import repeat
 import pytest
 import torch
 
+from tests import pocket
 from tests.decoding import oracle
 from tests.decoding.test_step import prompt, tiny
 from tests.models.test_drafter import SHAPE
@@ -17,30 +18,17 @@ from tests.training.test_draft import run as train
 from twofold.data.conversations import Conversation, pack
 from twofold.decoding.step import Cycle, decode
 from twofold.evaluation import acceptance as module
-from twofold.evaluation.acceptance import Acceptance, check_lossless, measure_acceptance
+from twofold.evaluation.acceptance import check_lossless, measure_acceptance
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
-from twofold.training.draft import draft_logits, make_blocks, teacher_forced_acceptance
+from twofold.training.blocks import draft_logits, make_blocks, teacher_forced_acceptance
 
 BLOCK = SHAPE.block_size
 
 
 def quiet(*_: object) -> None:
     pass
-
-
-def test_figures_of_known_counts() -> None:
-    found = Acceptance(4, Counter({0: 5, 1: 3, 3: 2}))  # 10 cycles
-    assert found.cycles == 10
-    assert found.accept_length == pytest.approx(1 + (0 * 5 + 1 * 3 + 3 * 2) / 10)
-    assert found.histogram() == [5, 3, 0, 2]
-    assert found.by_position() == pytest.approx([5 / 10, 2 / 5, 2 / 2])
-
-
-def test_no_cycle_is_no_division_by_zero() -> None:
-    found = Acceptance(4)
-    assert (found.accept_length, found.histogram(), found.by_position()) == (1.0, [0] * 4, [0.0] * 3)
 
 
 @pytest.mark.parametrize("right", range(BLOCK))
@@ -114,22 +102,39 @@ def test_training_and_decoding_measure_the_same_acceptance(trained: tuple[Causal
     assert set(counts) == set(range(BLOCK))  # no guess right, some, all
 
 
-def test_teacher_forced_acceptance_is_that_of_cycles_from_every_anchor(
+def test_the_trainer_walks_through_the_cycles_of_the_decode_loop(
     trained: tuple[CausalLM, Drafter, list[list[int]]],
 ) -> None:
-    """On greedy text: a decode cycle from every anchor, each after a fresh prefill of what is before it."""
-    target, drafter, answers = trained
-    asked, answer = PROMPTS[0], answers[0]
-    text = (*asked, *answer)
-    lengths = right_guesses(drafter, target, list(text), [len(asked) - 1])  # no decode loop starts in the prompt
-    for anchor in range(len(asked), len(text) - 1):
-        cycles = decode(target, drafter, text[:anchor], 1 + BLOCK, Sampling())
-        next(cycles)
-        lengths.append(min(next(cycles).num_accepted, len(text) - 1 - anchor))
-    rows = pack([Conversation(list(asked), answer)], len(text))
-    got = teacher_forced_acceptance(drafter, target, rows, len(lengths))
-    assert got == pytest.approx(1 + sum(lengths) / len(lengths))
-    assert got > 1.2
+    """On packed greedy answers, answer by answer, the same counts."""
+    target, drafter, _ = trained
+    found, answers = measure_acceptance(target, drafter, [list(asked) for asked in PROMPTS], LENGTH, Sampling(), quiet)
+    for length in (48, 100):  # an answer a row, several a row
+        rows = pack([Conversation(list(a), b) for a, b in zip(PROMPTS, answers, strict=True)], length)
+        got = teacher_forced_acceptance(drafter, target, rows, batch_rows=3, anchors_at_once=5)
+        assert sorted(map(sorted, map(Counter.items, got.answers))) == sorted(
+            map(sorted, map(Counter.items, found.answers))
+        )
+        assert got.accept_length == found.accept_length > 1.2
+
+
+def test_trainer_and_engine_agree_on_the_pocket_pair() -> None:
+    """Answers of several lengths, some ended by EOS: accept length within 2 %, greedy, on held-out prompts."""
+    target, drafter, prompts = pocket.target(), pocket.trained_drafter(), [list(p) for p in pocket.prompts(6)]
+    found, answers = measure_acceptance(target, drafter, prompts, 64, Sampling(), quiet)
+    rows = pack([Conversation(p, a) for p, a in zip(prompts, answers, strict=True)], 256)
+    got = teacher_forced_acceptance(drafter, target, rows)
+    assert found.accept_length > 2
+    assert got.accept_length == pytest.approx(found.accept_length, rel=0.02)
+    assert got.cycles == pytest.approx(found.cycles, rel=0.05)
+
+
+def test_categories_are_kept_apart() -> None:
+    target, drafter = tiny()
+    prompts = [list(prompt(5 + seed, seed)) for seed in range(3)]
+    found, _ = measure_acceptance(target, drafter, prompts, 20, Sampling(), quiet, ["qa", "", "qa"])
+    assert found.categories == ["qa", "", "qa"]
+    assert found.by_category().keys() == {"qa"}
+    assert found.by_category()["qa"].answers == [found.answers[0], found.answers[2]]
 
 
 def test_lossless() -> None:

@@ -125,7 +125,7 @@ def test_training_mask_by_brute_force(window: int | None) -> None:
     document = [n for n, length in enumerate(lengths) for _ in range(length)]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     anchors = [0, 3, 8, 9, 14, 23]
-    mask = drafter(window).training_mask(document_ids(positions), torch.tensor([anchors]))[0]
+    mask = drafter(window).training_mask(document_ids(positions), torch.tensor([anchors])).dense[0]
     assert mask.shape == (len(anchors) * block, LENGTH + len(anchors) * block)
     for a, anchor in enumerate(anchors):
         for k in range(block):

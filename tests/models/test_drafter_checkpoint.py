@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_drafter import CONFIG, blocks, drafter, taps
+from twofold.models.draft_quantization import packable_groups
 from twofold.models.drafter import Drafter
-from twofold.models.drafter_checkpoint import load_drafter, packable_groups, save_drafter
+from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import search_grid
 from twofold.quant.scheme import QuantScheme

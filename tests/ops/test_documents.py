@@ -74,3 +74,12 @@ def test_convolution_inside_documents() -> None:
     changed = x.clone()
     changed[:, :11] += 1
     assert torch.equal(packed_convolution(changed, w, DOCUMENTS)[:, 11:], y[:, 11:])
+
+
+def test_convolution_under_autocast_is_near() -> None:
+    """A convolution is then in bfloat16, the sum at a border of documents in float32."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1, sum(LENGTHS), 6), torch.randn(6, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = packed_convolution(x, w, DOCUMENTS)
+    torch.testing.assert_close(got.float(), slow_convolution(x, w, DOCUMENTS.ids_BT), rtol=2e-2, atol=5e-2)

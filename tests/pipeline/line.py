@@ -55,6 +55,8 @@ row_length = 64
 anchors = 8
 optimizer = { steps = 3, learning_rate = 1e-3, checkpoint_every = 1 }
 [draft_finetune]
+loss = { hard = 0.1, soft = 0.3, total_variation = 0.6 }
+positions = "dpace"
 store_features = true
 batch_rows = 2
 row_length = 64
@@ -65,6 +67,7 @@ group_size = 16
 rows = 2
 anchors = 8
 sliding_window = 8
+head = { bits = 8, rows = 4000 }
 [evaluate]
 prompts = 2
 max_tokens = 10

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from twofold.pipeline.recipe import builtin_recipes, find_recipe, load_config, load_recipe, read_recipe
+from twofold.pipeline.recipe import Recipe, builtin_recipes, find_recipe, load_config, load_recipe, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +123,17 @@ def test_recipes_to_copy_are_whole(file: Path, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / file.name).write_text(text)
     assert load_recipe(str(tmp_path / file.name)).name == file.stem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[draft_pretrain]", "[draft_pretrain]\nquantize = {}", "trains a dense drafter"),
+        ("[draft_finetune]", "[draft_finetune]\nquantize = {}", "belong together"),
+        ("[draft_quantize]", '[draft_quantize]\nmethod = "trained"', "belong together"),
+    ],
+)
+def test_a_drafter_is_quantized_once(old: str, new: str, message: str) -> None:
+    table = tomllib.loads(builtin_recipes()["pocket"].read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        load_config(Recipe, table, "pocket", base=builtin_recipes()["pocket"].parent)

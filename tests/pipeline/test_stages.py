@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from twofold.data.conversations import Conversation, load_conversations
 from twofold.decoding.engine import Request
 from twofold.evaluation.gates import GateFailure
 from twofold.models.checkpoint import load_target
+from twofold.models.draft_quantization import packable_linears
 from twofold.models.drafter_checkpoint import load_drafter
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.commands import load_engine
@@ -27,6 +29,7 @@ from twofold.pipeline.recipe import load_recipe
 from twofold.pipeline.run import run_pipeline
 from twofold.pipeline.stages import STAGES
 from twofold.quant.linear import PackedLinear
+from twofold.quant.scheme import QuantScheme
 
 ROOT = Path(__file__).parents[2]
 NAMES = [stage.name for stage in STAGES]
@@ -96,8 +99,30 @@ def test_the_artifacts_are_models(line: tuple[Path, Path]) -> None:
         == read_artifact(out / "pack").metrics["layers"]
     )
     assert drafter.config.sliding_window == 8
+    assert drafter.draft_head is not None
+    assert drafter.draft_head.linear.out_features == 4000
     assert load_drafter(out / "draft_finetune").config.sliding_window is None
     assert all(isinstance(drafter.get_submodule(name), PackedLinear) for name in ("fc", "layers.1.mlp.up_proj"))
+
+
+def test_a_drafter_trained_quantized(line: tuple[Path, Path], tmp_path: Path) -> None:
+    """Stage 2 leaves packed layers; the last stage gives them a window, and does not touch them."""
+    out = tmp_path / "out"
+    shutil.copytree(line[1], out)
+    recipe = load_recipe(str(line[0]))
+    scheme = QuantScheme(group_size=16)
+    aware = replace(
+        recipe,
+        draft_finetune=replace(recipe.draft_finetune, quantize=scheme, scales="learned"),
+        draft_quantize=replace(recipe.draft_quantize, method="trained", head=None),
+    )
+    run_pipeline(aware, out, STAGES, io.StringIO())
+    finetuned, made = load_drafter(out / "draft_finetune"), load_drafter(out / "draft_quantize")
+    assert all(isinstance(made.get_submodule(name), PackedLinear) for name in packable_linears(made.config))
+    assert made.config.sliding_window == 8
+    before, after = finetuned.state_dict(), made.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_healing_keeps_the_grid(line: tuple[Path, Path]) -> None:

@@ -95,13 +95,18 @@ def test_statistics_are_those_of_all_tokens_at_once() -> None:
         InputStatistics(torch.empty(3, 8)).hessian()
 
 
+def same(hessian: Tensor) -> list[Tensor]:
+    """Layers of one input."""
+    return [hessian] * len(weights())
+
+
 @pytest.mark.parametrize("search", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_errors_are_those_of_the_layers_outputs(symmetric: bool, search: bool) -> None:
     scheme = QuantScheme(group_size=16, symmetric=symmetric)
     x = heavy_tailed()
     scales = smoothing_scales(x.abs().mean(0))[[0, 7, 19]].float()
-    errors = smoothing_errors(weights(), hessian_of(x), scales, scheme, search)
+    errors = smoothing_errors(weights(), same(hessian_of(x)), scales, scheme, search)
     for scale, error in zip(scales, errors, strict=True):
         importance = (x / scale).square().mean(0)
         total = 0.0
@@ -117,13 +122,22 @@ def test_better_than_rounding_where_channels_differ_in_size(bits: int) -> None:
     scheme = QuantScheme(bits=bits, group_size=16)
     x = heavy_tailed()
     scales = smoothing_scales(x.abs().mean(0)).float()
-    chosen = choose_scale(weights(), hessian_of(x), scales, scheme)
-    first, best = smoothing_errors(weights(), hessian_of(x), scales[[0, chosen]], scheme, search=True)
+    chosen = choose_scale(weights(), same(hessian_of(x)), scales, scheme)
+    first, best = smoothing_errors(weights(), same(hessian_of(x)), scales[[0, chosen]], scheme, search=True)
     importance = x.square().mean(0)
     plain = sum(changed(x, fake_quantize(w, search_grid(w, scheme), scheme), w) for w in weights())
     weighted = sum(changed(x, fake_quantize(w, search_grid(w, scheme, importance), scheme), w) for w in weights())
     assert first == pytest.approx(weighted, rel=1e-3)  # alpha = 0 is rounding to nearest
     assert best < 0.7 * min(weighted, plain)
+
+
+def test_layers_of_several_inputs_share_a_scale() -> None:
+    """The error of a candidate is the sum of the layers' own."""
+    hessians = [hessian_of(heavy_tailed()), hessian_of(heavy_tailed() ** 2)]
+    scales = smoothing_scales(heavy_tailed().abs().mean(0)).float()
+    both = smoothing_errors(weights()[:2], hessians, scales, SCHEME, search=False)
+    alone = [smoothing_errors([w], [h], scales, SCHEME, False) for w, h in zip(weights()[:2], hessians, strict=True)]
+    assert both == pytest.approx([a + b for a, b in zip(*alone, strict=True)])
 
 
 def test_never_worse_than_no_scales() -> None:
@@ -133,11 +147,11 @@ def test_never_worse_than_no_scales() -> None:
         generator = torch.Generator().manual_seed(seed)
         h = hessian_of(torch.randn(256, 64, generator=generator))
         scales = torch.cat((torch.ones(1, 64), (0.05 * torch.randn(9, 64, generator=generator)).exp()))
-        rough = smoothing_errors(weights(), h, scales, SCHEME, search=False)
-        fine = smoothing_errors(weights(), h, scales, SCHEME, search=True)
+        rough = smoothing_errors(weights(), same(h), scales, SCHEME, search=False)
+        fine = smoothing_errors(weights(), same(h), scales, SCHEME, search=True)
         best = rough.index(min(rough))
         looked_better += fine[best] > fine[0]
-        assert fine[choose_scale(weights(), h, scales, SCHEME)] <= fine[0]
+        assert fine[choose_scale(weights(), same(h), scales, SCHEME)] <= fine[0]
     assert looked_better > 0
 
 
@@ -145,4 +159,4 @@ def test_channels_of_equal_size_need_no_scales() -> None:
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(3)).sign()
     scales = smoothing_scales(x.abs().mean(0))
     assert torch.equal(scales, torch.ones_like(scales))
-    assert choose_scale(weights(), hessian_of(x), scales.float(), SCHEME) == 0
+    assert choose_scale(weights(), same(hessian_of(x)), scales.float(), SCHEME) == 0

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.training.test_draft import BLOCK, MASK, packed, pair
+from twofold.models.draft_quantization import packable_groups
 from twofold.models.drafter import Drafter
-from twofold.models.drafter_checkpoint import packable_groups
 from twofold.quant.calibrate import gptq_in_order
 from twofold.quant.gptq import GptqReport, Hessian
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import search_grid
 from twofold.quant.scheme import QuantScheme
-from twofold.training.draft import draft_logits, make_blocks, sample_anchors
+from twofold.training.blocks import draft_logits, make_blocks, sample_anchors
 
 SCHEME = QuantScheme(group_size=16)
 

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from twofold.data.teacher import TopK, top_k
 from twofold.training import divergence
-from twofold.training.divergence import Divergence, linear_divergence, top_k_divergence
+from twofold.training.divergence import (
+    Divergence,
+    label_logprobs,
+    linear_cross_entropy,
+    linear_divergence,
+    top_k_divergence,
+)
 
 M, D, V = 6, 5, 23
-KINDS: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jensen_shannon")
+KINDS: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
 WEIGHTS = torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0, 0.1], dtype=torch.float64)
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -35,6 +41,8 @@ def dense(kind: Divergence, log_q: Tensor, log_p: Tensor) -> Tensor:
         return kl(log_p, log_q)
     if kind == "reverse_kl":
         return kl(log_q, log_p)
+    if kind == "total_variation":
+        return (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
     log_m = ((log_q.exp() + log_p.exp()) / 2).log()
     return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
 
@@ -77,6 +85,7 @@ def test_by_hand(kind: Divergence) -> None:
         "reverse_kl": 0.5 * math.log(2 / 3) + 0.5 * math.log(2),
         "jensen_shannon": 0.5 * (0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3))
         + 0.5 * (0.5 * math.log(4 / 5) + 0.5 * math.log(4 / 3)),
+        "total_variation": 0.25,
     }
     identity = torch.eye(2).double()
     got = linear_divergence(q.log(), identity, p.log(), identity, kind=kind)
@@ -109,6 +118,8 @@ def test_survives_large_logits(kind: Divergence, dtype: torch.dtype) -> None:
     log_q, log_p = ((x.detach().double() @ head.detach().double().T).log_softmax(dim=-1) for x in (s, t))
     if kind == "jensen_shannon":
         assert 0 <= got.item() <= math.log(2) * (1 + 1e-5)
+    if kind == "total_variation":
+        assert 0 <= got.item() <= 1 + 1e-5
     if dtype == torch.float32 and kind != "jensen_shannon":  # the dense one overflows
         torch.testing.assert_close(got.double(), dense(kind, log_q, log_p).mean(), rtol=1e-5, atol=1e-5)
 
@@ -131,10 +142,32 @@ def test_bfloat16_is_near_the_float64_of_the_same_numbers(kind: Divergence, monk
 def test_no_position_and_no_weight_are_no_loss() -> None:
     head = random(V, D, seed=2).requires_grad_()
     for s, weights in ((random(0, D, seed=0), None), (random(M, D, seed=0), torch.zeros(M))):
-        loss = linear_divergence(s.requires_grad_(), head, s.detach() + 1, head.detach(), weights_M=weights)
-        gradients = torch.autograd.grad(loss, (s, head))
-        assert loss.item() == 0.0
-        assert not any(gradient.any() for gradient in gradients)
+        labels = torch.zeros(len(s.requires_grad_()), dtype=torch.long)
+        for loss in (
+            linear_divergence(s, head, s.detach() + 1, head.detach(), weights_M=weights),
+            linear_cross_entropy(s, head, labels, weights_M=weights),
+        ):
+            gradients = torch.autograd.grad(loss, (s, head))
+            assert loss.item() == 0.0
+            assert not any(gradient.any() for gradient in gradients)
+    assert label_logprobs(random(0, D, seed=0), head, torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+@every_split
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+def test_cross_entropy_is_the_dense_one(
+    chunk: int, block: int, weights: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_block(monkeypatch, block)
+    s, head = random(M, D, seed=0).requires_grad_(), random(V, D, seed=2).requires_grad_()
+    labels = torch.tensor([0, 6, 7, V - 1, 7, 1])  # at the edges of chunks, too
+    log_q = (s @ head.T).log_softmax(dim=-1)[torch.arange(M), labels]
+    wanted = mean(-log_q, weights)
+    wanted_gradients = torch.autograd.grad(3 * wanted, (s, head))
+    got = linear_cross_entropy(s, head, labels, chunk=chunk, weights_M=weights)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.autograd.grad(3 * got, (s, head)), wanted_gradients, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(label_logprobs(s, head, labels, chunk=chunk), log_q.detach(), rtol=1e-12, atol=1e-14)
 
 
 @every_kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,10 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter, DrafterConfig
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.checkpoint import Checkpoints
-from twofold.training.draft import (
-    DraftConfig,
-    draft_logits,
-    draft_loss,
-    make_blocks,
-    sample_anchors,
-    teacher_forced_acceptance,
-    train_drafter,
-)
+from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, teacher_forced_acceptance
+from twofold.training.draft import DraftConfig, draft_loss, train_drafter
 from twofold.training.loop import OptimizerConfig
+from twofold.training.losses import HARD, DraftLoss
 
 BLOCK, MASK = SHAPE.block_size, SHAPE.mask_token_id
 
@@ -118,29 +113,56 @@ def test_a_row_with_few_anchors_takes_them_all() -> None:
     assert sample_anchors(rows, 100, 0).shape == (2, 23)
 
 
-@pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_the_loss_by_its_definition(kind: Literal["hard", "soft"]) -> None:
+MIXED = DraftLoss(hard=0.1, soft=0.3, total_variation=0.9)
+
+
+@pytest.mark.parametrize("positions", ["decay", "dpace"])
+@pytest.mark.parametrize(
+    "shares", [HARD, DraftLoss(soft=1.0), DraftLoss(total_variation=1.0), MIXED], ids=["hard", "soft", "tv", "mixed"]
+)
+def test_the_loss_by_its_definition(shares: DraftLoss, positions: Literal["decay", "dpace"]) -> None:
     rows, (target, drafter) = packed(), pair()
     anchors = sample_anchors(rows, 7, 0)
     blocks = make_blocks(rows, anchors, BLOCK, MASK)
-    config = DraftConfig(optimizer=OptimizerConfig(steps=1, learning_rate=1.0), loss=kind, gamma=2.5)
+    optimizer = OptimizerConfig(steps=1, learning_rate=1.0)
+    config = DraftConfig(optimizer=optimizer, loss=shares, positions=positions, gamma=2.5, alpha=0.25, vocab_chunk=13)
     features = features_of(target, rows, drafter.config.target_layer_ids)
-    loss = draft_loss(drafter, target, rows, blocks, features, config)
+    loss = draft_loss(drafter, target, rows, blocks, features, config, target.lm_head.weight)
     loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in drafter.parameters())
     with torch.no_grad():
         log_q = draft_logits(drafter, target, rows, blocks).log_softmax(dim=-1)
         log_p = target.logits(target(rows.token_ids_NT, rows.positions_NT)[0]).log_softmax(dim=-1)
     total = weight = 0.0
-    for row, a, k in blocks.valid_BAK.nonzero().tolist():  # k = 0 is the first guess, whose weight is 1
-        w, before = math.exp(-k / 2.5), int(anchors[row, a]) + k
-        if kind == "hard":
-            term = -log_q[row, a, k, rows.token_ids_NT[row, before + 1]]
-        else:
-            p = log_p[row, before]
-            term = (p.exp() * (p - log_q[row, a, k])).sum()
-        total, weight = total + w * float(term), weight + w
-    assert loss.item() == pytest.approx(total / weight, rel=1e-4)
+    for row, a in itertools.product(range(2), range(7)):
+        last = int(blocks.valid_BAK[row, a].sum())
+        assert blocks.valid_BAK[row, a, :last].all()
+        found = [log_q[row, a, k, blocks.labels_BAK[row, a, k]].exp().item() for k in range(last)]
+        for k in range(last):  # k = 0 is the first guess, whose weight by decay is 1
+            w, before = math.exp(-k / 2.5), int(anchors[row, a]) + k
+            if positions == "dpace":
+                w = sum(math.prod(0.75 * q + 0.25 for q in found[: m + 1]) for m in range(k, last))
+            p, q = log_p[row, before], log_q[row, a, k]
+            term = -shares.hard * q[rows.token_ids_NT[row, before + 1]]
+            term = term + shares.soft * (p.exp() * (p - q)).sum()
+            term = term + shares.total_variation * (p.exp() - q.exp()).abs().sum() / 2
+            total, weight = total + w * float(term), weight + w
+    wanted = total / weight if positions == "decay" else total / int(blocks.valid_BAK[..., 0].sum())
+    assert loss.item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_in_bfloat16_the_loss_is_near() -> None:
+    rows, (target, drafter) = packed(), pair()
+    blocks = make_blocks(rows, sample_anchors(rows, 7, 0), BLOCK, MASK)
+    features = features_of(target, rows, drafter.config.target_layer_ids)
+    config = DraftConfig(optimizer=OptimizerConfig(steps=1, learning_rate=1.0), loss=MIXED)
+    losses = []
+    for made in (config, replace(config, precision="bfloat16")):
+        head = target.lm_head.weight.detach().to(made.dtype)
+        losses.append(draft_loss(drafter, target, rows, blocks, features, made, head))
+    assert losses[1].dtype == torch.float32
+    assert losses[0] != losses[1]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=2e-2)
 
 
 def test_logits_see_no_later_token() -> None:
@@ -178,28 +200,6 @@ def test_a_frozen_target_passes_the_gradient_on() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
 
-def test_acceptance_counts_runs_of_right_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, (target, drafter) = packed(), pair()
-    anchors = sample_anchors(rows, 6, 0)
-    blocks = make_blocks(rows, anchors, BLOCK, MASK)
-    logits = torch.randn(2, 6, BLOCK - 1, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    right = torch.rand(2, 6, BLOCK - 1, generator=torch.Generator().manual_seed(1)) < 0.7
-    for where in right.nonzero().tolist():
-        logits[(*where, int(blocks.labels_BAK[tuple(where)]))] = 100.0
-    monkeypatch.setattr("twofold.training.draft.draft_logits", lambda *_: logits)
-    lengths = []
-    for row in range(2):
-        for a in range(6):
-            run = 0
-            while run < BLOCK - 1 and right[row, a, run] and blocks.valid_BAK[row, a, run]:
-                run += 1
-            if blocks.valid_BAK[row, a, 0]:
-                lengths.append(run + 1)
-    assert len(set(lengths)) > 2
-    got = teacher_forced_acceptance(drafter, target, rows, 6)
-    assert got == pytest.approx(sum(lengths) / len(lengths))
-
-
 def periodic() -> PackedRows:
     """Text with a rule: a token is followed by the next one."""
     made = [Conversation([start], [(start + i) % 40 for i in range(1, 24)]) for start in range(0, 40, 5)]
@@ -221,7 +221,7 @@ def run(
         0,
         Checkpoints(folder),
         lambda step, *_: done.append(step),
-        lambda: {"accept_length": teacher_forced_acceptance(drafter, target, rows, 12)},
+        lambda: {"accept_length": teacher_forced_acceptance(drafter, target, rows).accept_length},
     )
     return done, history
 

@@ -1,20 +1,14 @@
-"""The drafter's losses by hand."""
+"""The drafter's weights and shares by hand."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from twofold.training.losses import block_weights, weighted_cross_entropy
-
-M, V = 6, 23
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from twofold.training.losses import DraftLoss, block_weights, dpace_weights
 
 
 def test_block_weights() -> None:
@@ -23,22 +17,34 @@ def test_block_weights() -> None:
     assert got == pytest.approx([math.exp(-(k - 1) / 7) for k in range(1, 16)])
 
 
-def test_weighted_cross_entropy() -> None:
-    logits = random(M, V, seed=5, dtype=torch.float32).requires_grad_()
-    labels, weights = torch.tensor([0, 3, 22, 7, 7, 1]), torch.tensor([1.0, 0.0, 0.5, 2.0, 0.0, 0.1])
-    log_q = logits.detach().log_softmax(dim=-1)
-    terms = [-float(weights[m] * log_q[m, labels[m]]) for m in range(M)]
-    loss = weighted_cross_entropy(logits, labels, weights)
-    assert loss.item() == pytest.approx(sum(terms) / 3.6, rel=1e-5)
-    loss.backward()
-    assert logits.grad is not None
-    assert (logits.grad.abs().sum(dim=1) > 0).tolist() == (weights > 0).tolist()
+def test_dpace_weights_by_hand() -> None:
+    """alpha = 1/2 makes q = (1, 1/2, 0) to (1, 3/4, 1/2): products 1, 3/4, 3/8."""
+    log_q = torch.tensor([[0.0, math.log(0.5), -1e9]])
+    got = dpace_weights(log_q, torch.ones(1, 3, dtype=torch.bool), 0.5)[0].tolist()
+    assert got == pytest.approx([1 + 3 / 4 + 3 / 8, 3 / 4 + 3 / 8, 3 / 8])
 
 
-def test_no_weight_is_no_loss() -> None:
-    logits = random(M, V, seed=5).requires_grad_()
-    loss = weighted_cross_entropy(logits, torch.zeros(M, dtype=torch.long), torch.zeros(M))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad is not None
-    assert not logits.grad.any()
+def test_dpace_weights_are_the_gradient_of_the_expected_length() -> None:
+    """E = sum over all outcomes of (guesses right in a row) * probability; w_j = dE / d log q_j."""
+    log_q = torch.tensor([-0.3, -1.2, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
+    q, expected = log_q.exp(), torch.zeros((), dtype=torch.float64)
+    for right in itertools.product((True, False), repeat=4):
+        run = next((i for i, ok in enumerate(right) if not ok), 4)
+        chance = torch.stack([q[i] if ok else 1 - q[i] for i, ok in enumerate(right)]).prod()
+        expected = expected + run * chance
+    (wanted,) = torch.autograd.grad(expected, log_q)
+    got = dpace_weights(log_q[None], torch.ones(1, 4, dtype=torch.bool), 0.0)[0]
+    torch.testing.assert_close(got, wanted)
+    assert not got.requires_grad
+
+
+def test_a_guess_that_is_not_valid_ends_the_block() -> None:
+    log_q, valid = torch.full((2, 3), math.log(0.5)), torch.tensor([[True, True, False], [False, False, False]])
+    got = dpace_weights(log_q, valid, 0.0)
+    assert got.tolist() == [pytest.approx([0.5 + 0.25, 0.25, 0.0]), [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("shares", [{}, {"hard": -1.0, "soft": 2.0}])
+def test_shares_that_are_none(shares: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="one of them above 0"):
+        DraftLoss(**shares)

@@ -1,4 +1,4 @@
-"""Prompts: JSON lines with a "prompt" field, one conversation's user turn each."""
+"""Prompts: JSON lines with a "prompt" field, one conversation's user turn each, and optionally a "category"."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,20 @@ class PromptsConfig:
     max_tokens: int = 192  # a longer prompt is an error
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and what kind of question it is ("" where the file does not say)."""
+
+    text: str
+    category: str = ""
+
+
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """The texts of `read_labelled_prompts`."""
+    return [prompt.text for prompt in read_labelled_prompts(path, limit)]
+
+
+def read_labelled_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The prompts of a file, in order. ValueError that names file and line for what is not a prompt."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such prompt file; correct the path")
@@ -28,12 +41,15 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
             if not line.strip():
                 continue
             try:
-                prompt = json.loads(line)["prompt"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+                entry = json.loads(line)
+                prompt, category = entry["prompt"], entry.get("category", "")
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"; correct it') from None
             if not isinstance(prompt, str) or not prompt.strip():
                 raise ValueError(f"{path}, line {number}: the prompt is empty; remove the line")
-            prompts.append(prompt)
+            if not isinstance(category, str):
+                raise ValueError(f"{path}, line {number}: the category is no string; correct it")
+            prompts.append(Prompt(prompt, category))
             if len(prompts) == limit:
                 break
     if not prompts:

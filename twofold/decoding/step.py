@@ -99,7 +99,14 @@ def draft(target: CausalLM, drafter: Drafter, sequence: Sequence, sampling: Samp
     block[0, 0] = sequence.anchor
     hidden = drafter.draft(sequence.draft_state, target.embed_tokens(block))
     positions = sequence.state.lengths_B[:, None] + torch.arange(1, num_tokens, device=target.device)
-    block[:, 1:] = choose(target.logits(hidden[:, 1:]), positions, sampling)
+    scores = drafter.scores(target, hidden[:, 1:])
+    if drafter.markov_head is None:
+        block[:, 1:] = choose(scores, positions, sampling)
+        return block
+    for k in range(1, num_tokens):  # a guess knows the one before it
+        place = slice(k - 1, k)
+        biased = drafter.markov_head(scores[:, place], block[:, place])
+        block[:, k] = choose(biased, positions[:, place], sampling)[:, 0]
     return block
 
 

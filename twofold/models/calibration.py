@@ -220,7 +220,7 @@ def _smooth(model: CausalLM, group: InputGroup, inputs: InputStatistics, scheme:
         weight_P = producer.weight.cpu()
         scales_AP = torch.stack([fold_into_norm(weight_P, s, producer.offset)[1] for s in scales_AP])
     weights = [linear_at(model, name).weight.to(hessian_KK.dtype) for name in group.quantized]
-    best = choose_scale(weights, hessian_KK, scales_AP[:, group.owner_K].to(hessian_KK), scheme)
+    best = choose_scale(weights, [hessian_KK] * len(weights), scales_AP[:, group.owner_K].to(hessian_KK), scheme)
     return fold(model, group, scales_AP[best]), alphas[best]
 
 

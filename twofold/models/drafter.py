@@ -19,9 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from twofold.models.causal_lm import CausalLM
 from twofold.models.config import ModelConfig
+from twofold.models.draft_head import DraftHead
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
+from twofold.models.markov_head import MarkovHead
 from twofold.models.state import KeyValueCache
+from twofold.ops.draft_attention import DraftMask, sees_context
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table, rotate
 
@@ -30,7 +34,8 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """What is free to choose in a drafter; the rest follows from the target."""
+    """What is free to choose in a drafter; the rest follows from the target. A `sliding_window` here is trained in; a
+    `markov_rank` above 0 adds a `MarkovHead`."""
 
     num_layers: int = 5
     intermediate_size: int = 9728
@@ -40,6 +45,8 @@ class DraftShape:
     block_size: int = 16
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
+    sliding_window: int | None = None
+    markov_rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,7 @@ class DrafterConfig:
     num_target_layers: int
     max_position_embeddings: int
     sliding_window: int | None = None
+    markov_rank: int = 0
 
     def __post_init__(self) -> None:
         if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]:
@@ -71,6 +79,8 @@ class DrafterConfig:
             raise ValueError(f"block_size {self.block_size} drafts nothing; use 2 or more")
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}")
+        if self.markov_rank < 0:
+            raise ValueError(f"markov_rank {self.markov_rank} is negative; 0 is no Markov head")
 
     @staticmethod
     def for_target(target: ModelConfig, shape: DraftShape) -> "DrafterConfig":
@@ -107,6 +117,7 @@ class DrafterConfig:
                 num_target_layers=config["num_target_layers"],
                 max_position_embeddings=config["max_position_embeddings"],
                 sliding_window=config.get("sliding_window") if sliding else None,
+                markov_rank=dflash.get("markov_rank", 0),
             )
         except KeyError as error:
             raise ValueError(f"the drafter's config.json has no {error}; it is not a DFlash drafter") from None
@@ -135,6 +146,7 @@ class DrafterConfig:
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
                 "causal": False,
+                **({"markov_rank": self.markov_rank} if self.markov_rank else {}),
             },
             "num_target_layers": self.num_target_layers,
             "layer_types": [kind] * self.num_layers,
@@ -169,11 +181,15 @@ class DraftAttention(nn.Module):
         k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
         return rotate(self.k_norm(k), cos, sin), v
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
         q, k, v = (self._heads(x) for x in self.block_inputs(x_BND))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
-        return self.output(self.kernels.attention(q, k, v, mask).flatten(-2))[0]
+        if isinstance(mask, DraftMask):
+            o = self.kernels.draft_attention(q, k, v, mask)
+        else:
+            o = self.kernels.attention(q, k, v, mask)
+        return self.output(o.flatten(-2))[0]
 
 
 class DraftLayer(nn.Module):
@@ -187,7 +203,7 @@ class DraftLayer(nn.Module):
     def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
         return self.self_attn.context(feature_BTD, cos, sin)
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
         x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
         return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
 
@@ -202,7 +218,7 @@ class DraftState:
 
 
 class Drafter(nn.Module):
-    """Has neither embedding nor head: it borrows the target's."""
+    """Has no embedding, and unless given one no head: it borrows the target's."""
 
     @staticmethod
     def initialized(config: DrafterConfig, seed: int, kernels: Kernels | None = None) -> "Drafter":
@@ -214,6 +230,8 @@ class Drafter(nn.Module):
             for parameter in drafter.parameters():
                 if parameter.dim() == 2:
                     parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+            if drafter.markov_head is not None:
+                drafter.markov_head.after.weight.zero_()  # no bias to begin with
         return drafter
 
     def __init__(self, config: DrafterConfig, kernels: Kernels | None = None) -> None:
@@ -224,6 +242,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.layers = nn.ModuleList(DraftLayer(config, self.kernels) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
+        self.draft_head: DraftHead | None = None  # in place of the target's
         self.feature = Projections(self, "fc")
 
     @property
@@ -248,12 +268,20 @@ class Drafter(nn.Module):
         cos, sin = self._table(positions_BT)
         return [layer.context(feature, cos, sin) for layer in self._layers]
 
-    def forward(self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask_BNS: Tensor) -> Tensor:
-        """Hidden states [B, N, D] for the target's head; `mask_BNS` covers context and block keys, [B, N, S + N]."""
+    def forward(
+        self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Tensor | DraftMask
+    ) -> Tensor:
+        """Hidden states [B, N, D] for the head; the mask covers context and block keys, [B, N, S + N]."""
         cos, sin = self._table(positions_BN)
         for layer, context in zip(self.layers, contexts, strict=True):
-            x_BND = layer(x_BND, cos, sin, context, mask_BNS)
+            x_BND = layer(x_BND, cos, sin, context, mask)
         return self.norm(x_BND)
+
+    def scores(self, target: CausalLM, hidden: Tensor, previous: Tensor | None = None) -> Tensor:
+        """Scores [..., V] of what `forward` gives, by the head that drafts, and by the tokens [...] before, where they
+        are given and there is a Markov head."""
+        scores = target.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
+        return scores if self.markov_head is None or previous is None else self.markov_head(scores, previous)
 
     def new_state(self, batch_size: int, max_length: int) -> DraftState:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)
@@ -286,20 +314,10 @@ class Drafter(nn.Module):
         return self(block_BND, positions_BN, contexts, torch.cat((mask, block), dim=-1))
 
     def _visible(self, keys_S: Tensor, positions_BN: Tensor, anchors_BN: Tensor) -> Tensor:
-        """[B, N, S]: context strictly before the anchor, and inside the window where there is one."""
-        visible = keys_S < anchors_BN[..., None]
-        if self.config.sliding_window is not None:
-            visible = visible & (keys_S > positions_BN[..., None] - self.config.sliding_window)
+        """[B, N, S]"""
+        visible = sees_context(keys_S, positions_BN[..., None], anchors_BN[..., None], self.config.sliding_window)
         return visible.expand(*positions_BN.shape, -1)
 
-    def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> Tensor:
-        """[B, A * K, T + A * K] for A blocks of a row: block a sees its own document's context strictly before its
-        anchor, and itself; never another block."""
-        block = self.config.block_size
-        index = torch.arange(anchors_BA.shape[1] * block, device=anchors_BA.device)
-        anchors_BN = anchors_BA.repeat_interleave(block, dim=1)
-        keys_T = torch.arange(documents_BT.shape[1], device=anchors_BA.device)
-        context = self._visible(keys_T, anchors_BN + index % block, anchors_BN)
-        context = context & (documents_BT[:, None, :] == documents_BT.gather(1, anchors_BN)[..., None])
-        same = (index[:, None] // block == index // block).expand(len(anchors_BA), -1, -1)
-        return torch.cat((context, same), dim=-1)
+    def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> DraftMask:
+        """For blocks at the anchors (indices in the row) of packed rows."""
+        return DraftMask(documents_BT, anchors_BA, self.config.block_size, self.config.sliding_window)

@@ -25,15 +25,16 @@ _FUSED = {
 
 
 def quantization_config(
-    module: nn.Module, ignore: Sequence[str] = (), file_name: Callable[[str], str] = str
+    module: nn.Module, ignore: Sequence[str] = (), file_name: Callable[[str], str] = str, beside: str = "/"
 ) -> dict[str, Any] | None:
     """The `quantization_config` that describes the packed layers of `module`; None when it has none.
 
     The commonest scheme takes the class "Linear", the layers of every other scheme are named in a config group of
-    their own. Dense layers that `ignore` does not match are added to it, under the names that `file_name` gives.
+    their own. Dense layers that `ignore` does not match are added to it, under the names that `file_name` gives. Layers
+    whose names begin with `beside` are kept elsewhere.
     ValueError for layers that engines join and that do not have one scheme.
     """
-    layers = dict(module.named_modules())
+    layers = {name: layer for name, layer in module.named_modules() if not name.startswith(beside)}
     schemes = {name: layer.scheme for name, layer in layers.items() if isinstance(layer, PackedLinear)}
     if not schemes:
         return None

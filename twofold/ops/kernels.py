@@ -1,5 +1,7 @@
 """The functions that a model computes with, chosen once and handed to it."""
 
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -7,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.ops import attention, gated_delta, packed
+from twofold.ops import attention, draft_attention, gated_delta, packed
+from twofold.ops.draft_attention import DraftMask
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -54,6 +57,7 @@ class Kernels:
 
     name: str
     attention: Callable[..., Tensor]
+    draft_attention: Callable[[Tensor, Tensor, Tensor, DraftMask], Tensor]
     gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow]]
     commit_delta: Callable[..., Tensor]
     packed_attention: Callable[..., Tensor]
@@ -66,6 +70,7 @@ class Kernels:
         return Kernels(
             name="reference",
             attention=attention.attention,
+            draft_attention=draft_attention.draft_attention,
             gated_delta=gated_delta.gated_delta,
             commit_delta=gated_delta.commit_delta,
             packed_attention=packed.packed_attention,
@@ -85,6 +90,7 @@ class Kernels:
         return replace(
             Kernels.reference(),
             name="cuda",
+            draft_attention=draft_attention.flex_draft_attention,
             packed_attention=packed_cuda.packed_attention,
             packed_convolution=packed_cuda.packed_convolution,
         )
@@ -92,4 +98,14 @@ class Kernels:
     @staticmethod
     def auto(device: torch.device | str) -> "Kernels":
         """The fastest set that this machine can run on `device`."""
-        return Kernels.cuda() if torch.device(device).type == "cuda" else Kernels.cpu()
+        if torch.device(device).type != "cuda":
+            return Kernels.cpu()
+        if (lack := draft_attention.why_no_flex()) is None:
+            return Kernels.cuda()
+        _say_once(f"drafters train without flex attention, slower and with more memory: {lack}")
+        return replace(Kernels.cuda(), draft_attention=draft_attention.draft_attention)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -38,7 +38,7 @@ def packed_convolution(x_BTC: Tensor, weight_CW: Tensor, documents: Documents | 
     window = tokens[:, None] + torch.arange(width, device=tokens.device)
     own = shifted[rows[:, None], window] == ids_BT[rows, tokens][:, None]
     inside = padded[rows[:, None], window].masked_fill(~own[..., None], 0.0)
-    return F.silu(y.index_put((rows, tokens), (inside * weight_CW.T).sum(dim=1)))
+    return F.silu(y.index_put((rows, tokens), (inside * weight_CW.T).sum(dim=1).to(y.dtype)))
 
 
 def packed_delta(

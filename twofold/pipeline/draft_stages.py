@@ -1,28 +1,25 @@
 """Stages that make the drafter: pretrain on the original target, finetune on the quantized one, quantize."""
 
-import dataclasses
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twofold.data.conversations import load_conversations, pack
+from twofold.models import draft_quantization
 from twofold.models.causal_lm import CausalLM
+from twofold.models.draft_head import count_tokens, make_draft_head
+from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
-from twofold.models.drafter_checkpoint import load_drafter, packable_groups, save_drafter
+from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.stage import StageContext
 from twofold.pipeline.target_stages import HELDOUT, TRAIN, With, device, load_frozen
-from twofold.quant.calibrate import DraftQuantizeConfig, gptq_in_order
-from twofold.quant.scheme import QuantScheme
-from twofold.training.draft import (
-    DraftConfig,
-    draft_logits,
-    make_blocks,
-    sample_anchors,
-    teacher_forced_acceptance,
-    train_drafter,
-)
+from twofold.training.blocks import calibration_drafts, teacher_forced_acceptance
+from twofold.training.draft import DraftConfig, train_drafter
 
 Metrics = dict[str, Json]
 
@@ -67,10 +64,11 @@ def _train(
     drafter: Drafter, target: CausalLM, context: StageContext[Any], answers: Path, config: DraftConfig
 ) -> Metrics:
     rows = pack(load_conversations(answers / TRAIN), config.row_length)
-    heldout = pack(load_conversations(answers / HELDOUT), config.row_length).to(device())
+    heldout = pack(load_conversations(answers / HELDOUT), config.row_length)
+    heldout = heldout.select(torch.arange(min(config.heldout_rows, len(heldout))))
 
     def validate() -> dict[str, float]:
-        return {"accept_length": teacher_forced_acceptance(drafter, target, heldout, config.anchors)}
+        return {"accept_length": teacher_forced_acceptance(drafter, target, heldout).accept_length}
 
     history = train_drafter(drafter, target, rows, config, context.seed, context.checkpoints, context.report, validate)
     save_drafter(drafter, context.output)
@@ -89,34 +87,31 @@ def _check_fits(drafter: DrafterConfig, target: CausalLM) -> None:
 
 
 def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
-    """GPTQ, calibrated on what the drafter sees: contexts and blocks of the quantized target's answers."""
+    """Quantizes, calibrated on what the drafter sees: contexts and blocks of the quantized target's answers.
+
+    `layers.json` says how each layer came out. A drafter that finetuning left quantized only gets its window and head.
+    """
     config = context.config
     drafter = load_draft(context.inputs["draft_finetune"])
     target = load_frozen(context.inputs["pack"])
-    rows = pack(load_conversations(context.inputs["regenerate"] / TRAIN), 512)
-    rows = rows.select(rows.batch(config.rows, 0, context.seed)).to(device())
-    anchors = sample_anchors(rows, config.anchors, context.seed)
-    blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
-    reports = gptq_in_order(
-        drafter,
-        packable_groups(drafter.config),
-        lambda: draft_logits(drafter, target, rows, blocks),
-        QuantScheme(group_size=config.group_size),
-        config.damping,
-        context.report,
-    )
-    fallbacks = sorted(name for name, report in reports.items() if report.rounded_to_nearest)
-    if len(fallbacks) > config.max_fallbacks * len(reports):
-        raise ValueError(
-            f"GPTQ fell back to round-to-nearest for {len(fallbacks)} of {len(reports)} layers, {fallbacks[0]} first; "
-            "use more calibration rows or more damping"
-        )
-    drafter.config = dataclasses.replace(drafter.config, sliding_window=config.sliding_window)
+    answered = load_conversations(context.inputs["regenerate"] / TRAIN)
+    if config.head is not None:  # before any work, since it may not fit
+        counts_V = count_tokens((c.answer_ids for c in answered), target.config.vocab_size)
+        drafter.draft_head = make_draft_head(config.head, target.lm_head, counts_V)
+    metrics: Metrics = {"fallbacks": []}
+    if config.method != "trained":
+        rows = pack(answered, 512)
+        rows = rows.select(rows.batch(config.rows, 0, context.seed)).to(device())
+        run = calibration_drafts(drafter, target, rows, config.anchors, context.seed)
+        reports = draft_quantization.quantize_drafter(drafter, run, config, context.report)
+        (context.output / "layers.json").write_text(json.dumps([asdict(layer) for layer in reports], indent=1))
+        errors = [layer.output_error for layer in reports]
+        metrics = {
+            "layers": len(reports),
+            "fallbacks": [layer.name for layer in reports if layer.fallback],
+            "mean_relative_error": sum(errors) / len(errors),
+        }
+    if config.sliding_window is not None:
+        drafter.config = replace(drafter.config, sliding_window=config.sliding_window)
     save_drafter(drafter, context.output)
-    errors = [report.relative_error for report in reports.values()]
-    return {
-        "layers": len(reports),
-        "fallbacks": list(fallbacks),
-        "mean_relative_error": sum(errors) / len(errors),
-        "bytes": (context.output / "model.safetensors").stat().st_size,
-    }
+    return metrics | {"bytes": sum(path.stat().st_size for path in context.output.glob("*.safetensors"))}

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import os
 import platform
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from twofold.pipeline.draft_stages import load_draft
 from twofold.pipeline.recipe import Recipe
 from twofold.pipeline.report import build_report
 from twofold.pipeline.stage import StageContext
-from twofold.pipeline.target_stages import HELDOUT, With, load_frozen
+from twofold.pipeline.target_stages import CATEGORIES, HELDOUT, With, load_frozen
 
 Metrics = dict[str, Json]
 
@@ -49,6 +50,7 @@ def evaluate(context: StageContext[With[EvaluateConfig]]) -> Metrics:
         "qad": fidelity(target, teacher, rows),
     }
     prompts = [c.prompt_ids for c in heldout][: config.prompts]
+    categories = json.loads((context.inputs["prompts"] / CATEGORIES).read_text())[: config.prompts]
     quantized = load_draft(context.inputs["draft_quantize"])
     drafters = {
         "pretrain": load_draft(context.inputs["draft_pretrain"]),
@@ -58,12 +60,10 @@ def evaluate(context: StageContext[With[EvaluateConfig]]) -> Metrics:
     }
     drafters["gptq"].config = dataclasses.replace(drafters["gptq"].config, sliding_window=None)
     for name, drafter in drafters.items():
-        found, _ = measure_acceptance(target, drafter.freeze(), prompts, config.max_tokens, Sampling(), context.report)
-        metrics[name] = {
-            "accept_length": found.accept_length,
-            "lengths": list(found.histogram()),
-            "positions": list(found.by_position()),
-        }
+        found, _ = measure_acceptance(
+            target, drafter.freeze(), prompts, config.max_tokens, Sampling(), context.report, categories
+        )
+        metrics[name] = found.figures()
     lossless = check_lossless(
         target,
         quantized,

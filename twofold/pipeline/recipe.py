@@ -19,8 +19,8 @@ from twofold.data.prompts import PromptsConfig
 from twofold.evaluation.acceptance import EvaluateConfig
 from twofold.evaluation.latency import BenchConfig
 from twofold.models.calibration import QuantizeConfig
+from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import DraftShape
-from twofold.quant.calibrate import DraftQuantizeConfig
 from twofold.training.distill import DistillConfig
 from twofold.training.draft import DraftConfig
 
@@ -61,6 +61,14 @@ class Recipe:
     evaluate: EvaluateConfig = EvaluateConfig()
     bench: BenchConfig = BenchConfig()
     gates: GatesConfig = GatesConfig()
+
+    def __post_init__(self) -> None:
+        if self.draft_pretrain.quantize is not None:
+            raise ValueError("[draft_pretrain] trains a dense drafter; set quantize in [draft_finetune]")
+        if (self.draft_finetune.quantize is not None) != (self.draft_quantize.method == "trained"):
+            raise ValueError(
+                '[draft_finetune] quantize and [draft_quantize] method = "trained" belong together; set both or none'
+            )
 
 
 def builtin_recipes() -> dict[str, Path]:

@@ -27,7 +27,7 @@ def _start(recipe: Recipe) -> Start:
 
 
 STAGES: tuple[Stage[Any], ...] = (
-    Stage(name="prompts", version=1, config=_with_model(lambda r: r.prompts), run=prompts),
+    Stage(name="prompts", version=2, config=_with_model(lambda r: r.prompts), run=prompts),
     Stage(
         name="generate",
         version=1,
@@ -70,7 +70,7 @@ STAGES: tuple[Stage[Any], ...] = (
     ),
     Stage(
         name="draft_quantize",
-        version=1,
+        version=2,
         config=lambda r: r.draft_quantize,
         run=quantize_drafter,
         parents=("pack", "regenerate", "draft_finetune"),
@@ -78,10 +78,10 @@ STAGES: tuple[Stage[Any], ...] = (
     ),
     Stage(
         name="evaluate",
-        version=1,
+        version=2,
         config=_with_model(lambda r: r.evaluate),
         run=evaluate,
-        parents=("generate", "quantize", "pack", "draft_pretrain", "draft_finetune", "draft_quantize"),
+        parents=("prompts", "generate", "quantize", "pack", "draft_pretrain", "draft_finetune", "draft_quantize"),
         gates=quality_gates,
         unit="answers",
     ),

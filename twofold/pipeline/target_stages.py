@@ -18,7 +18,7 @@ from twofold.data.conversations import (
     save_conversations,
 )
 from twofold.data.generate import GenerateConfig, generate
-from twofold.data.prompts import PromptsConfig, read_prompts, tokenize_prompts
+from twofold.data.prompts import PromptsConfig, read_labelled_prompts, tokenize_prompts
 from twofold.evaluation.fidelity import fidelity
 from twofold.models.calibration import QuantizeConfig, quantize_head, quantize_target
 from twofold.models.causal_lm import CausalLM
@@ -36,6 +36,7 @@ from twofold.training.distill import DistillConfig, distill
 C = TypeVar("C")
 Metrics = dict[str, Json]
 TRAIN, HELDOUT, SMOOTHING = "train.safetensors", "heldout.safetensors", "smoothing.safetensors"
+CATEGORIES = "heldout_categories.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,12 @@ def prompts(context: StageContext[With[PromptsConfig]]) -> Metrics:
         (TRAIN, config.train, config.count),
         (HELDOUT, config.heldout, config.heldout_count),
     ):
-        ids = tokenize_prompts(read_prompts(path, count), tokenizer, config.max_tokens)
+        read = read_labelled_prompts(path, count)
+        ids = tokenize_prompts([prompt.text for prompt in read], tokenizer, config.max_tokens)
         save_conversations([Conversation(i, []) for i in ids], context.output / name)
         metrics[name.removesuffix(".safetensors")] = len(ids)
+        if name == HELDOUT:
+            (context.output / CATEGORIES).write_text(json.dumps([prompt.category for prompt in read]))
     return metrics
 
 

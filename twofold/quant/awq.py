@@ -80,33 +80,32 @@ def fold_into_norm(weight_D: Tensor, scale_D: Tensor, offset: float) -> tuple[Te
     return new_weight_D, torch.where(dead_D, 1.0, gain_D / new_gain_D.masked_fill(dead_D, 1.0))
 
 
-def choose_scale(weights: Sequence[Tensor], hessian_KK: Tensor, scales_AK: Tensor, scheme: QuantScheme) -> int:
+def choose_scale(weights: Sequence[Tensor], hessians: Sequence[Tensor], scales_AK: Tensor, scheme: QuantScheme) -> int:
     """The candidate with the least error, on grids that clip nothing; then, on searched grids, it or the first.
 
     With a first candidate of ones the choice is never worse than rounding to nearest on searched grids.
     """
-    rough = smoothing_errors(weights, hessian_KK, scales_AK, scheme, search=False)
+    rough = smoothing_errors(weights, hessians, scales_AK, scheme, search=False)
     best = min(range(len(rough)), key=lambda a: rough[a])
-    first, chosen = smoothing_errors(weights, hessian_KK, scales_AK[[0, best]], scheme, search=True)
+    first, chosen = smoothing_errors(weights, hessians, scales_AK[[0, best]], scheme, search=True)
     return best if chosen < first else 0
 
 
 @torch.no_grad()
 def smoothing_errors(
-    weights: Sequence[Tensor], hessian_KK: Tensor, scales_AK: Tensor, scheme: QuantScheme, search: bool
+    weights: Sequence[Tensor], hessians: Sequence[Tensor], scales_AK: Tensor, scheme: QuantScheme, search: bool
 ) -> list[float]:
     """sum over layers of tr(D H D^T), D = Q(W diag(s)) diag(1/s) - W, for each candidate s.
 
-    H = 2/n sum_t x_t x_t^T over the inputs x that the layers share, so an error is twice the mean squared change
-    of their joint output. Q rounds on the grid of `minmax_grid` or, with `search`, on that which `search_grid` finds
+    H = 2/n sum_t x_t x_t^T over the inputs x of a layer, so an error is twice the mean squared change of the layers'
+    joint output. Q rounds on the grid of `minmax_grid` or, with `search`, on that which `search_grid` finds
     with the mean squares of x / s, at 40 times the cost.
     """
-    energy_K = hessian_KK.diagonal()
     errors = []
     for scale_K in scales_AK:
         total = 0.0
-        for weight_NK in weights:
-            s_K = scale_K.to(weight_NK)
+        for weight_NK, hessian_KK in zip(weights, hessians, strict=True):
+            energy_K, s_K = hessian_KK.diagonal(), scale_K.to(weight_NK)
             scaled_NK = weight_NK * s_K
             importance_K = energy_K / s_K.to(energy_K.dtype).square()
             grid = search_grid(scaled_NK, scheme, importance_K) if search else minmax_grid(scaled_NK, scheme)

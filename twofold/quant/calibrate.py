@@ -1,8 +1,7 @@
 """GPTQ over a whole network, in the order in which its layers compute."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +11,11 @@ from twofold.quant.linear import PackedLinear, replace_linears
 from twofold.quant.scheme import QuantScheme
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftQuantizeConfig:
-    """GPTQ of the drafter, calibrated on blocks at random anchors of the target's own answers.
+class _Counter(Protocol):
+    def add(self, x_TK: Tensor, /) -> None: ...
 
-    `sliding_window`, where given, is written into the quantized drafter's config (see `DrafterConfig`).
-    """
 
-    group_size: int = 32
-    damping: float = 0.01
-    rows: int = 16
-    anchors: int = 16
-    sliding_window: int | None = None
-    max_fallbacks: float = 0.0  # share of layers that may be rounded to nearest instead
+Counted = TypeVar("Counted", bound=_Counter)
 
 
 @torch.no_grad()
@@ -58,23 +49,34 @@ def gptq_in_order(
 
 
 def _hessians(network: nn.Module, names: Sequence[str], run: Callable[[], object]) -> dict[str, Hessian]:
-    hessians: dict[str, Hessian] = {}
+    def hessian(linear: nn.Linear) -> Hessian:
+        return Hessian(linear.in_features, device=linear.weight.device)
+
+    return observe(network, names, run, hessian)
+
+
+@torch.no_grad()
+def observe(
+    network: nn.Module, names: Sequence[str], run: Callable[[], object], make: Callable[[nn.Linear], Counted]
+) -> dict[str, Counted]:
+    """What `make` gives for each named linear layer, after all inputs [T, K] that `run` sends it were added."""
+    observed: dict[str, Counted] = {}
     handles = []
     for name in names:
         layer = _linear(network, name)
-        hessian = hessians[name] = Hessian(layer.in_features, device=layer.weight.device)
+        counted = observed[name] = make(layer)
 
-        def observe(_: nn.Module, inputs: tuple[Any, ...], hessian: Hessian = hessian) -> None:
+        def count(_: nn.Module, inputs: tuple[Any, ...], counted: Counted = counted) -> None:
             x: Tensor = inputs[0]
-            hessian.add(x.flatten(0, -2))
+            counted.add(x.flatten(0, -2))
 
-        handles.append(layer.register_forward_pre_hook(observe))
+        handles.append(layer.register_forward_pre_hook(count))
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    return hessians
+    return observed
 
 
 def _linear(network: nn.Module, name: str) -> nn.Linear:

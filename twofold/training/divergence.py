@@ -9,6 +9,9 @@ M positions, D hidden size, V vocabulary, K largest probabilities of a cached te
     reverse_kl      d = sum_v q_v log(q_v / p_v)                  dd/dz_v = q_v (log(q_v / p_v) - d)
     jensen_shannon  d = (KL(p || m) + KL(q || m)) / 2             dd/dz_v = q_v (log(q_v / m_v) - KL(q || m)) / 2
                     m = (p + q) / 2
+    total_variation d = sum_v |p_v - q_v| / 2                     dd/dz_v = q_v (f_v - sum_u q_u f_u)
+                    f = sign(q - p) / 2, the share of drafts of q that p would not take is d
+    cross_entropy   d = -log q_y, y a label                       dd/dz_v = q_v - [v = y]
 
 Positions go by in blocks and the vocabulary in chunks, so that no more than a few times `_BLOCK` numbers of that size
 exist (or a chunk of one position). What needs a sum over the vocabulary first (normalizers, d inside dd/dz) takes a
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from twofold.data.teacher import TopK
 
-Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 
 # Logits at a time. 8 MiB stay in a CPU's cache; a GPU is kept busy, and reads the head less often, with more.
 _BLOCK = {"cpu": 2**21, "cuda": 2**25}
@@ -67,6 +70,27 @@ def top_k_divergence(
     sum that may be 1; the teacher's K + 1 masses are made to sum to 1 again, since they may be stored in float16.
     """
     return _apply(student_MD, head_VD, weights_M, _top_k_judge(teacher), chunk)
+
+
+def linear_cross_entropy(
+    student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chunk: int = 32_768, weights_M: Tensor | None = None
+) -> Tensor:
+    """The mean over positions of -log q(label), q = softmax(student_MD head_VD^T); see `linear_divergence`."""
+    return _apply(student_MD, head_VD, weights_M, _label_judge(labels_M), chunk)
+
+
+@torch.no_grad()
+def label_logprobs(student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chunk: int = 32_768) -> Tensor:
+    """log q(label) [M], in the same blocks and chunks."""
+    vocabulary, found = len(head_VD), []
+    chunk = min(chunk, vocabulary)
+    size = max(1, _BLOCK[student_MD.device.type] // chunk)
+    chunks = [slice(start, min(start + chunk, vocabulary)) for start in range(0, vocabulary, chunk)]
+    for s_MD, labels in zip(student_MD.split(size), labels_M.split(size), strict=True):
+        scores = _scores(s_MD, head_VD, len(chunks) == 1)
+        norm_M = torch.stack([scores(rows).logsumexp(dim=-1) for rows in chunks]).logsumexp(dim=0)
+        found.append(torch.einsum("md,md->m", s_MD, head_VD[labels].to(s_MD.dtype)).to(norm_M.dtype) - norm_M)
+    return torch.cat(found) if found else student_MD.new_zeros(0)
 
 
 def _apply(student_MD: Tensor, head_VD: Tensor, weights_M: Tensor | None, judge: _Judge, chunk: int) -> Tensor:
@@ -147,15 +171,35 @@ def _dense_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) 
             part_M = torch.einsum("mv,mv->m", q, pull)
             if kind == "jensen_shannon":
                 part_M += torch.einsum("mv,mv->m", log_p.exp(), _pull(kind, log_p, log_q))
+            elif kind == "total_variation":
+                part_M -= torch.einsum("mv,mv->m", log_p.exp(), pull)
             yield rows, part_M, pull.sub_(center_M.unsqueeze(1)).mul_(q)
 
     return judge
 
 
 def _pull(kind: Divergence, log_q: Tensor, log_p: Tensor) -> Tensor:
-    """log(q / p), or log(q / m) / 2 with q / m = 2 q / (q + p) = 2 sigmoid(log q - log p)."""
+    """log(q / p), or sign(q - p) / 2, or log(q / m) / 2 with q / m = 2 q / (q + p) = 2 sigmoid(log q - log p)."""
     difference = log_q - log_p
+    if kind == "total_variation":
+        return difference.sign_().mul_(0.5)
     return difference if kind == "reverse_kl" else F.logsigmoid(difference).add_(math.log(2)).mul_(0.5)
+
+
+def _label_judge(labels_M: Tensor) -> _Judge:
+    def judge(block: slice, chunks: list[slice], student: _Scores) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        labels = labels_M[block, None]
+        norm_M1 = torch.stack([student(rows).logsumexp(dim=-1) for rows in chunks]).logsumexp(dim=0).unsqueeze(1)
+        for rows in chunks:
+            log_q = student(rows).sub_(norm_M1)
+            inside, column, _ = _within(labels, rows)
+            found = log_q.gather(1, column.clamp(max=log_q.shape[1] - 1))
+            part_M = torch.where(inside, -found, 0.0).squeeze(1)
+            slope_MV = log_q.exp_()
+            slope_MV.scatter_add_(1, column.clamp(max=log_q.shape[1] - 1), -inside.to(slope_MV.dtype))
+            yield rows, part_M, slope_MV
+
+    return judge
 
 
 def _top_k_judge(teacher: TopK) -> _Judge:

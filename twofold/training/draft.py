@@ -2,117 +2,115 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from twofold.data.conversations import PackedRows
-from twofold.data.features import Features, feature_source, features_of
+from twofold.data.features import Features, feature_source
 from twofold.models.causal_lm import CausalLM
+from twofold.models.draft_quantization import fake_quantize_drafter
 from twofold.models.drafter import Drafter
 from twofold.models.layers import dense_weight
-from twofold.ops.documents import document_ids
-from twofold.training.divergence import linear_divergence
+from twofold.quant.linear import pack_linears
+from twofold.quant.scheme import QuantScheme
+from twofold.training.blocks import Blocks, draft_hidden, make_blocks, sample_anchors
+from twofold.training.divergence import label_logprobs, linear_cross_entropy, linear_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
-from twofold.training.losses import block_weights, weighted_cross_entropy
+from twofold.training.losses import HARD, DraftLoss, block_weights, dpace_weights
 from twofold.training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Position k of a block is weighted exp(-(k - 1) / gamma).
+    """The defaults are the paper's loss (arXiv:2607.04244): hard labels, weights that decay along the block.
 
-    `loss`: "hard" is cross-entropy on the token that the target wrote (the paper's), "soft" the KL to the target's
-    distribution for that token, which costs one more product with the head.
+    `positions`: how the guesses of a block are weighted: "decay" by exp(-(k - 1) / gamma), "dpace" by what each adds
+    to the expected accept length at the moment (see `dpace_weights`; one product more with the head). `precision`: of
+    products and activations; weights and optimizer are float32. `quantize`: the layers are trained as they will be
+    packed, rounded on their searched grids with a straight-through estimator; "learned" `scales` have a learning rate
+    of their own, a tenth of the weights' unless given, and no weight decay.
     """
 
     optimizer: OptimizerConfig
-    loss: Literal["hard", "soft"] = "hard"
+    loss: DraftLoss = HARD
+    positions: Literal["decay", "dpace"] = "decay"
+    gamma: float = 4.0
+    alpha: float = 0.5
     batch_rows: int = 4
     row_length: int = 512
     anchors: int = 24
-    gamma: float = 4.0
+    heldout_rows: int = 16  # of the held-out answers, that validation reads
     store_features: bool = False  # the target reads every row once, not once an epoch; see `data.features`
+    precision: Literal["float32", "bfloat16"] = "float32"
+    vocab_chunk: int = 32_768
+    quantize: QuantScheme | None = None
+    scales: Literal["frozen", "learned"] = "frozen"
+    scale_learning_rate: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.gamma > 0:
+            raise ValueError(f"gamma = {self.gamma} is no decay; use a positive number")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha = {self.alpha} is not in [0, 1]")
+        if self.scales == "learned" and self.quantize is None:
+            raise ValueError('scales = "learned" is for a quantized training; set quantize, or leave it out')
+        if self.scale_learning_rate is not None and self.scales == "frozen":
+            raise ValueError('scale_learning_rate is for scales = "learned"; set that or leave it out')
 
-class Blocks(NamedTuple):
-    """Draft blocks of packed rows. Labels and weights are for positions 1 .. K - 1 of each block."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
-    anchors_BA: Tensor
-    block_ids_BN: Tensor  # N = A * K: anchor token, then masks
-    positions_BN: Tensor
-    labels_BAK: Tensor  # K - 1 wide
-    valid_BAK: Tensor
-
-
-def make_blocks(rows: PackedRows, anchors_BA: Tensor, block_size: int, mask_token_id: int) -> Blocks:
-    """A label is valid where it is an answer token of the anchor's own document."""
-    ids, positions = rows.token_ids_NT, rows.positions_NT
-    num_tokens = ids.shape[1]
-    offset = torch.arange(1, block_size, device=ids.device)
-    place = anchors_BA[..., None] + offset
-    inside = place < num_tokens
-    flat = place.clamp(max=num_tokens - 1).flatten(1)
-    documents = document_ids(positions)
-    same = documents.gather(1, flat).view_as(place) == documents.gather(1, anchors_BA)[..., None]
-    valid = inside & same & rows.answer_NT.gather(1, flat).view_as(place)
-    block_ids = torch.full((*anchors_BA.shape, block_size), mask_token_id, device=ids.device)
-    block_ids[..., 0] = ids.gather(1, anchors_BA)
-    block_positions = positions.gather(1, anchors_BA)[..., None] + torch.arange(block_size, device=ids.device)
-    labels = ids.gather(1, flat).view_as(place)
-    return Blocks(anchors_BA, block_ids.flatten(1), block_positions.flatten(1), labels, valid)
-
-
-def sample_anchors(rows: PackedRows, num_anchors: int, seed: int) -> Tensor:
-    """[B, A] random positions whose next token is an answer token of the same document.
-
-    A row with fewer such positions gets others besides, whose labels are not valid. Drawn on the CPU, so that the
-    draw is the same on every device.
-    """
-    after = rows.answer_NT.cpu()[:, 1:] & (rows.positions_NT.cpu()[:, 1:] > 0)
-    generator = torch.Generator().manual_seed(seed)
-    score = torch.rand(after.shape, generator=generator) + after
-    anchors = score.topk(min(num_anchors, after.shape[1]), dim=1).indices
-    return anchors.sort(dim=1).values.to(rows.answer_NT.device)
-
-
-def draft_hidden(
-    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, features: Features
-) -> tuple[Tensor, Tensor]:
-    """What the head turns into scores: the drafter's guesses [B, A, K - 1, D], and the target's own hidden states
-    [B, A, K - 1, D] for the same tokens. Gradients reach the drafter alone."""
-    config = drafter.config
-    with torch.no_grad():
-        hidden = features.hidden
-        x_BND = target.embed_tokens(blocks.block_ids_BN)
-        before = blocks.anchors_BA[..., None] + torch.arange(config.block_size - 1, device=hidden.device)
-        before = before.clamp(max=hidden.shape[1] - 1)
-        wanted = hidden[torch.arange(len(hidden), device=hidden.device)[:, None, None], before]
-    contexts = drafter.contexts(features.taps, rows.positions_NT)
-    mask = drafter.training_mask(document_ids(rows.positions_NT), blocks.anchors_BA)
-    guesses = drafter(x_BND, blocks.positions_BN, contexts, mask)
-    return guesses.unflatten(1, (-1, config.block_size))[:, :, 1:], wanted
-
-
-def draft_logits(drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks) -> Tensor:
-    """Scores [B, A, K - 1, V] of the blocks' guesses."""
-    features = features_of(target, rows, drafter.config.target_layer_ids)
-    return target.logits(draft_hidden(drafter, target, rows, blocks, features)[0])
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """For the networks; a loss sums in float32, so it stays outside."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 def draft_loss(
-    drafter: Drafter, target: CausalLM, rows: PackedRows, blocks: Blocks, features: Features, config: DraftConfig
+    drafter: Drafter,
+    target: CausalLM,
+    rows: PackedRows,
+    blocks: Blocks,
+    features: Features,
+    config: DraftConfig,
+    head_VD: Tensor,
 ) -> Tensor:
-    """See `DraftConfig`; the mean over the valid labels."""
-    guesses, wanted = draft_hidden(drafter, target, rows, blocks, features)
-    decay = block_weights(drafter.config.block_size, config.gamma, guesses.device)
+    """sum_m w_m l_m / sum_m w_m over the valid guesses, l the mixture of `DraftLoss` and w the decay; with D-PACE's
+    weights the sum is divided by the number of blocks. `head_VD` is the target's head, whose dtype the products have.
+    """
+    with config.autocast(target.device):
+        guesses, wanted = draft_hidden(drafter, target, rows, blocks, features)
     valid = blocks.valid_BAK
-    weights = decay.expand(valid.shape)[valid]
-    if config.loss == "soft":
-        head = dense_weight(target.lm_head, guesses.dtype)
-        return linear_divergence(guesses[valid], head, wanted[valid], head, weights_M=weights)
-    return weighted_cross_entropy(target.logits(guesses[valid]), blocks.labels_BAK[valid], weights)
+    guesses_MD, wanted_MD = guesses[valid].to(head_VD.dtype), wanted[valid].to(head_VD.dtype)
+    labels_M, chunk = blocks.labels_BAK[valid], config.vocab_chunk
+    scorer_VD = head_VD
+    if drafter.markov_head is not None:  # [h; e] [W; U]^T: the bias is more columns of the product
+        before_MR = drafter.markov_head.before(blocks.previous()[valid]).to(head_VD.dtype)
+        guesses_MD = torch.cat((guesses_MD, before_MR), dim=1)
+        scorer_VD = torch.cat((head_VD, drafter.markov_head.after.weight.to(head_VD.dtype)), dim=1)
+    if config.positions == "decay":
+        weights_M = block_weights(drafter.config.block_size, config.gamma, guesses.device).expand(valid.shape)[valid]
+        scale: Tensor | float = 1.0
+    else:
+        log_q = torch.zeros(valid.shape, device=guesses.device)
+        log_q[valid] = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
+        weights_M = dpace_weights(log_q, valid, config.alpha)[valid]
+        scale = weights_M.sum() / valid[..., 0].sum().clamp(min=1)
+
+    def to_target(kind: Literal["forward_kl", "total_variation"]) -> Tensor:
+        return linear_divergence(guesses_MD, scorer_VD, wanted_MD, head_VD, kind=kind, chunk=chunk, weights_M=weights_M)
+
+    terms = []
+    if config.loss.hard:
+        hard = linear_cross_entropy(guesses_MD, scorer_VD, labels_M, chunk=chunk, weights_M=weights_M)
+        terms.append(config.loss.hard * hard)
+    if config.loss.soft:
+        terms.append(config.loss.soft * to_target("forward_kl"))
+    if config.loss.total_variation:
+        terms.append(config.loss.total_variation * to_target("total_variation"))
+    return torch.stack(terms).sum() * scale
 
 
 def train_drafter(
@@ -125,33 +123,34 @@ def train_drafter(
     report: Report,
     validate: Callable[[], dict[str, float]],
 ) -> History:
-    """Trains `drafter` in place on the answers in `rows`; the full schedule runs whatever the weights started from."""
+    """Trains `drafter` in place on the answers in `rows`; the full schedule runs whatever the weights started from.
+
+    With `quantize` its layers are packed in the end: the weights that the last validation saw, bit for bit.
+    """
     target.requires_grad_(False)
+    if config.quantize is not None:
+        fake_quantize_drafter(drafter, config.quantize, config.scales == "learned")
     drafter.requires_grad_(True)
     block_size = drafter.config.block_size
     taps = drafter.config.target_layer_ids
-    features = feature_source(target, rows, taps, config.store_features, config.batch_rows)
+    with config.autocast(target.device):
+        features = feature_source(target, rows, taps, config.store_features, config.batch_rows)
+    head_VD = dense_weight(target.lm_head, config.dtype)
 
     def loss_at(step: int) -> Tensor:
         numbers = rows.batch(config.batch_rows, step, seed)
         batch = rows.select(numbers).to(target.device)
         anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step)
         blocks = make_blocks(batch, anchors, block_size, drafter.config.mask_token_id)
-        return draft_loss(drafter, target, batch, blocks, features(numbers), config)
+        with config.autocast(target.device):
+            found = features(numbers)
+        return draft_loss(drafter, target, batch, blocks, found, config, head_VD)
 
-    history = train(dict(drafter.named_parameters()), loss_at, config.optimizer, checkpoints, report, validate)
+    parameters = {name: p for name, p in drafter.named_parameters() if not name.startswith("draft_head.")}
+    scale_rate, rate = config.scale_learning_rate, config.optimizer.learning_rate
+    multiple = 0.1 if scale_rate is None else scale_rate / rate
+    multiples = {name: multiple for name in parameters if name.endswith(".scale")}
+    history = train(parameters, loss_at, config.optimizer, checkpoints, report, validate, multiples=multiples)
     drafter.requires_grad_(False)
+    pack_linears(drafter, cache_dtype=drafter.norm.weight.dtype)
     return history
-
-
-@torch.no_grad()
-def teacher_forced_acceptance(drafter: Drafter, target: CausalLM, rows: PackedRows, num_anchors: int) -> float:
-    """Mean accept length when every anchor's block is judged by the text in `rows`: 1 + guesses right in a row.
-
-    On the target's own greedy text this is what greedy decoding gives, anchors weighted equally.
-    """
-    anchors = sample_anchors(rows, num_anchors, seed=0)
-    blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
-    right = draft_logits(drafter, target, rows, blocks).argmax(dim=-1) == blocks.labels_BAK
-    run = (right & blocks.valid_BAK).long().cumprod(dim=-1).sum(dim=-1)
-    return 1.0 + float(run[blocks.valid_BAK[..., 0]].float().mean())
