@@ -63,6 +63,8 @@ from twofold.training.optimizer import OptimizerConfig
 HARD, SOFT, TV = DraftLoss(hard=1.0), DraftLoss(soft=1.0), DraftLoss(total_variation=1.0)
 MIXED = DraftLoss(hard=0.1, total_variation=0.9)  # DSpark's
 SOFT_TV = DraftLoss(soft=0.5, total_variation=0.5)
+BASE = "two stages best loss"
+WINDOWED = f"{BASE}, window 512"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -78,6 +80,7 @@ class Training:
     start: str | None = None
     quantize: QuantScheme | None = None
     markov_rank: int = 0
+    window: int | None = None
 
 
 def trainings(first: float, group_size: int) -> dict[str, Training]:
@@ -99,10 +102,10 @@ def trainings(first: float, group_size: int) -> dict[str, Training]:
         "two stages best loss, trained INT4": Training(
             loss=None, share=1 - first, start="stage 1 best loss", quantize=qat
         ),
+        WINDOWED: Training(loss=None, share=1 - first, start="stage 1 best loss", window=512),
     }
 
 
-BASE = "two stages best loss"
 QUANTIZED = ("RTN", "AWQ", "GPTQ")
 HEADS: dict[str, DraftHeadConfig] = {
     "INT8": DraftHeadConfig(bits=8, group_size=-1),
@@ -299,6 +302,8 @@ class Bench:
             )
             made = DrafterConfig.for_target(target.config, shape)
             drafter = Drafter.initialized(made, 0, self.kernels).to(self.device)
+        if training.window is not None:
+            drafter.config = replace(drafter.config, sliding_window=training.window)
         self.rows  # noqa: B018  the text is no part of the time
         began = time.monotonic()
         train_drafter(drafter, target, self.rows, config, 0, NoCheckpoints(), self.progress(name), dict)
@@ -432,6 +437,10 @@ def window_row(bench: Bench, name: str, window: int | None) -> None:
     bench.row(name, bench.acceptance(drafter, "long"), {"context": bench.args.long_context})
 
 
+def trained_window_row(bench: Bench, name: str) -> None:
+    bench.row(name, bench.acceptance(bench.drafter(WINDOWED), "long"), {"context": bench.args.long_context})
+
+
 def engine_row(bench: Bench, name: str) -> None:
     """The decode loop on the first questions, and the trainer's measure on the same."""
     target, drafter = bench.target("int4"), bench.drafter(BASE)
@@ -483,6 +492,7 @@ def all_rows(first: float, group_size: int) -> dict[str, Callable[[Bench], None]
     for window in WINDOWS:
         name = f"window {'full' if window is None else window}"
         rows[name] = lambda bench, n=name, w=window: window_row(bench, n, w)
+    rows["window 512, trained in"] = lambda bench: trained_window_row(bench, "window 512, trained in")
     rows["engine"] = lambda bench: engine_row(bench, "engine")
     rows["latency"] = lambda bench: latency_row(bench, "latency")
     return rows

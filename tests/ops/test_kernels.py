@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from twofold.ops import draft_attention
 from twofold.ops.kernels import Kernels
 
 SETS = [Kernels.reference(), Kernels.cpu()]
@@ -52,3 +53,24 @@ def test_kernels_are_chosen_once_and_do_not_change() -> None:
     assert Kernels.auto("cpu").name == "cpu"
     with pytest.raises(dataclasses.FrozenInstanceError):
         Kernels.reference().name = "other"  # type: ignore[misc]
+
+
+def test_without_flex_attention_auto_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(draft_attention, "why_no_flex", lambda: "there is no compiler here")
+    for _ in range(2):
+        assert Kernels.auto("cuda").draft_attention is draft_attention.draft_attention
+    assert capsys.readouterr().err.count("there is no compiler here") == 1
+    monkeypatch.setattr(draft_attention, "why_no_flex", lambda: None)
+    assert Kernels.auto("cuda").draft_attention is draft_attention.flex_draft_attention
+
+
+def test_what_flex_attention_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_attention.importlib.util, "find_spec", lambda _: None)
+    assert draft_attention.why_no_flex() == "triton is not installed"
+    monkeypatch.setattr(draft_attention.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(draft_attention.shutil, "which", lambda _: None)
+    assert draft_attention.why_no_flex() == "there is no C compiler (triton needs one)"
+    monkeypatch.setattr(draft_attention.shutil, "which", lambda name: "/bin/cc" if name == "gcc" else None)
+    assert draft_attention.why_no_flex() is None
