@@ -75,6 +75,7 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["status", "nowhere"], "nowhere is not a folder of a run"),
         (["chat", "nowhere"], "nowhere is not a folder of a run; make one with: twofold run pocket"),
         (["chat", "."], ". has no finished stage 'pack'; go on with: twofold run RECIPE --out ."),
+        (["export", ".", "out", "--to", "vllm"], ". has no finished stage 'pack'"),
         (["bench", "."], ". has no finished stage 'bench'; go on with: twofold run RECIPE --out ."),
         (["eval", "."], ". has no finished stage 'evaluate'"),
         (["report", "."], "there is no report.json; finish the run first"),
@@ -121,6 +122,8 @@ def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.Monk
     app.serve = lambda load, host, port: calls.append((load(), host, port))  # type: ignore[attr-defined]
     commands.load_engine = lambda directory: f"engine of {directory}"  # type: ignore[attr-defined]
     commands.bench = lambda directory: {"speedup": 2.0}  # type: ignore[attr-defined]
+    exported = types.SimpleNamespace(target="T", drafter=None, command="serve T")
+    commands.export_run = lambda *arguments: calls.append(arguments) or exported  # type: ignore[attr-defined]
     commands.evaluate = lambda directory: {"kl": 0.5}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "twofold.serving.app", app)
     monkeypatch.setitem(sys.modules, "twofold.serving.terminal", terminal)
@@ -130,6 +133,8 @@ def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.Monk
     assert main(["serve", str(tmp_path), "--port", "9"]) == 0
     engine = f"engine of {tmp_path}"
     assert calls == [(engine, (sys.stdin, sys.stdout, sys.stderr)), (engine, "127.0.0.1", 9)]
+    assert main(["export", str(tmp_path), "--to", "vllm", "out", "--drafter", "none"]) == 0
+    assert calls[2:] == [(tmp_path, "vllm", Path("out"), "none")]
     assert main(["bench", str(tmp_path), "--json", str(file)]) == 0
     assert json.loads(file.read_text()) == {"speedup": 2.0}
     assert main(["eval", str(tmp_path), "--json", str(file)]) == 0

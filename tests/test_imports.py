@@ -13,7 +13,7 @@ ORDER = (
     ("ops",),
     ("quant",),
     ("models",),
-    ("data", "decoding"),
+    ("data", "decoding", "export"),
     ("training", "evaluation", "serving"),
     ("pipeline",),
     ("cli", "__main__"),

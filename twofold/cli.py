@@ -131,6 +131,17 @@ def _eval(options: argparse.Namespace) -> None:
     _write_json(options.json, evaluate(directory))
 
 
+def _export(options: argparse.Namespace) -> None:
+    directory = _existing(options.directory)
+    from twofold.pipeline.commands import export_run
+
+    made = export_run(directory, options.to, options.destination, options.drafter)
+    print(made.target)
+    if made.drafter is not None:
+        print(made.drafter)
+    print(f"\nserve it with:\n  {made.command}")
+
+
 def _report(options: argparse.Namespace) -> None:
     directory = _existing(options.directory)
     from twofold.pipeline.report import build_report, headline, read_report
@@ -238,6 +249,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     directory(evaluate)
     json_file(evaluate)
+    export = add(
+        "export",
+        _export,
+        "write a finished model for another engine",
+        "Writes DEST/target and DEST/drafter for an engine, with model cards and the command that serves them, and\n"
+        "checks that they hold the same tensors as the run.\n\n"
+        "  twofold export runs/pocket --to vllm /models/pocket\n",
+    )
+    directory(export)
+    export.add_argument("destination", metavar="DEST", type=Path, help="a folder that is not there yet")
+    export.add_argument("--to", required=True, choices=("vllm", "sglang", "transformers", "speculators"), help="engine")
+    export.add_argument(
+        "--drafter",
+        choices=("draft_quantize", "draft_finetune", "draft_pretrain", "none"),
+        default="draft_quantize",
+        help="the stage whose drafter goes along (default: %(default)s)",
+    )
     directory(
         add(
             "report",

@@ -188,7 +188,7 @@ def test_a_drafter_of_another_target_is_refused(line: tuple[Path, Path], tmp_pat
     (other / "config.json").write_text(json.dumps(config | {"num_target_layers": 9}))
     (other / "model.safetensors").write_bytes((out / "draft_finetune" / "model.safetensors").read_bytes())
     recipe = replace(load_recipe(str(file)), drafter=other, draft=None)
-    with pytest.raises(ValueError, match="the drafter's num_target_layers is 9, the target's 4; use a drafter of this"):
+    with pytest.raises(ValueError, match="its num_target_layers is 9, the target's 4; use a drafter of this"):
         run_pipeline(recipe, tmp_path / "out", STAGES, io.StringIO(), until="draft_pretrain")
 
 

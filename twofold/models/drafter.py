@@ -51,7 +51,10 @@ class DraftShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """`sliding_window` W: a block token at position p sees context positions > p - W; None is all of them."""
+    """`sliding_window` W: a block token at position p sees context positions > p - W; None is all of them.
+
+    `num_target_layers` is None where the folder that it was read from does not say.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -65,14 +68,16 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     max_position_embeddings: int
     sliding_window: int | None = None
     markov_rank: int = 0
 
     def __post_init__(self) -> None:
-        if bad := [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]:
-            raise ValueError(f"target_layer_ids {bad} are not layers of a target with {self.num_target_layers}")
+        layers = self.num_target_layers
+        if bad := [i for i in self.target_layer_ids if i < 0 or (layers is not None and i >= layers)]:
+            of = "any target" if layers is None else f"a target with {layers}"
+            raise ValueError(f"target_layer_ids {bad} are not layers of {of}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size}")
         if self.block_size < 2:
@@ -99,8 +104,9 @@ class DrafterConfig:
         """From a `DFlashDraftModel` config.json; ValueError that names a missing or unsupported key."""
         try:
             dflash = config["dflash_config"]
+            _refuse_unknown(config, dflash)
             rope = config.get("rope_parameters") or {}
-            sliding = "sliding_attention" in config.get("layer_types", ())
+            sliding = "sliding_attention" in (config.get("layer_types") or ())
             return DrafterConfig(
                 hidden_size=config["hidden_size"],
                 intermediate_size=config["intermediate_size"],
@@ -154,6 +160,28 @@ class DrafterConfig:
             "use_sliding_window": self.sliding_window is not None,
             "dtype": "bfloat16",
         }
+
+
+def _refuse_unknown(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    """ValueError that names what the config asks for and `Drafter` is not."""
+    layer_types = config.get("layer_types") or ["full_attention"]
+    sliding = "sliding_attention" in layer_types
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, value, supported in (
+        ("architectures", config.get("architectures") or ["DFlashDraftModel"], ["DFlashDraftModel"]),
+        ("layer_types", sorted(set(layer_types)), layer_types[:1]),  # all of one kind
+        # Without it, engines take a sliding window for causal.
+        ("dflash_config.causal", dflash.get("causal", sliding), False),
+        ("dflash_config.use_swa", dflash.get("use_swa", False), False),
+        ("dflash_config.attention_sink_bias", dflash.get("attention_sink_bias", False), False),
+        ("attention_bias", config.get("attention_bias", False), False),
+        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
+        ("is_neox_style", config.get("is_neox_style", True), True),
+        ("draft_vocab_size", config.get("draft_vocab_size") or config["vocab_size"], config["vocab_size"]),
+    ):
+        if value != supported:
+            raise ValueError(f"the drafter's config.json: {key} is {value!r}; only {supported!r} is supported")
 
 
 class DraftAttention(nn.Module):

@@ -1,5 +1,6 @@
 """What the commands do with a finished run."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -7,6 +8,9 @@ from typing import TypeVar
 from twofold.decoding.engine import Engine
 from twofold.evaluation.acceptance import EvaluateConfig
 from twofold.evaluation.latency import BenchConfig
+from twofold.export.card import Card
+from twofold.export.engines import find_engine
+from twofold.export.folders import Exported, export
 from twofold.models.tokenizer import Tokenizer
 from twofold.pipeline import measure_stages
 from twofold.pipeline.artifact import read_artifact
@@ -30,6 +34,31 @@ def load_engine(directory: Path) -> Engine:
         Tokenizer.load(target),
         model_name=directory.resolve().name,
     )
+
+
+def export_run(directory: Path, engine: str, destination: Path, drafter: str = "draft_quantize") -> Exported:
+    """The target of a run, and the drafter of stage `drafter` ("none": no drafter), in the folders of an engine."""
+    found = find_engine(engine)
+    target = _finished(directory, "pack")
+    draft = None if drafter == "none" or found.drafter is None else _finished(directory, drafter)
+    recipe, report = (
+        json.loads((directory / name).read_text()) if (directory / name).is_file() else None
+        for name in ("recipe.json", "report.json")
+    )
+    base = "unknown" if recipe is None else Path(recipe["model"]).name
+    if recipe is not None:
+        recipe = _without_places(recipe)
+    card = Card(name=directory.resolve().name, base_model=base, recipe=recipe, report=report)
+    return export(target, draft, destination, found, card)
+
+
+def _without_places(entry: Json) -> Json:
+    """Paths of this machine, which are nobody's business, cut down to their last part."""
+    if isinstance(entry, dict):
+        return {key: _without_places(value) for key, value in entry.items()}
+    if isinstance(entry, list):
+        return [_without_places(value) for value in entry]
+    return Path(entry).name if isinstance(entry, str) and Path(entry).is_absolute() else entry
 
 
 def bench(directory: Path) -> Json:

@@ -13,7 +13,7 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.draft_head import count_tokens, make_draft_head
 from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
-from twofold.models.drafter_checkpoint import load_drafter, save_drafter
+from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.stage import StageContext
@@ -45,8 +45,9 @@ def pretrain(context: StageContext[With[Start]]) -> Metrics:
     """Stage 1: on the original target and its answers."""
     target, start = load_frozen(context.config.model), context.config.own
     if start.drafter is not None:
+        check_fits(start.drafter, target)
         drafter = load_draft(start.drafter)
-        _check_fits(drafter.config, target)
+        drafter.config = replace(drafter.config, num_target_layers=target.config.num_layers)
     else:
         assert start.shape is not None
         config = DrafterConfig.for_target(target.config, start.shape)
@@ -73,17 +74,6 @@ def _train(
     history = train_drafter(drafter, target, rows, config, context.seed, context.checkpoints, context.report, validate)
     save_drafter(drafter, context.output)
     return {"curve": [dict(entry) for entry in history]}
-
-
-def _check_fits(drafter: DrafterConfig, target: CausalLM) -> None:
-    config = target.config
-    for name, ours, theirs in (
-        ("hidden_size", drafter.hidden_size, config.hidden_size),
-        ("vocab_size", drafter.vocab_size, config.vocab_size),
-        ("num_target_layers", drafter.num_target_layers, config.num_layers),
-    ):
-        if ours != theirs:
-            raise ValueError(f"the drafter's {name} is {ours}, the target's {theirs}; use a drafter of this target")
 
 
 def quantize_drafter(context: StageContext[DraftQuantizeConfig]) -> Metrics:
