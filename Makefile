@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint interop llm-compressor clean
 
 # The whole pipeline on the embedded pocket model: from prompts to report.
 demo: $(VENV)/.installed
@@ -10,6 +10,23 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed lint
 	$(BIN)/pytest -n 2
+
+# vLLM, in an environment of its own, answers as Twofold does: exports of the pocket model, token for token.
+interop: $(VENV)/.installed $(VENV)-interop/.installed
+	$(BIN)/python scripts/interop/compare.py --python $(VENV)-interop/bin/python
+
+$(VENV)-interop/.installed: scripts/interop/environment.sh scripts/interop/requirements.txt
+	PYTHON=$(PYTHON) scripts/interop/environment.sh $(VENV)-interop
+
+# A checkpoint of llm-compressor's GPTQ, made in an environment of its own, is where distillation starts.
+llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed
+	$(VENV)-llmcompressor/bin/python scripts/interop/llm_compressor.py build/llm-compressor
+	$(BIN)/twofold run scripts/interop/llm_compressor.toml --out runs/llm-compressor --until pack
+
+$(VENV)-llmcompressor/.installed: scripts/interop/requirements-llmcompressor.txt
+	$(PYTHON) -m venv $(VENV)-llmcompressor
+	$(VENV)-llmcompressor/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

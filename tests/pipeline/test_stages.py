@@ -23,7 +23,7 @@ from twofold.models.checkpoint import load_target
 from twofold.models.draft_quantization import packable_linears
 from twofold.models.drafter_checkpoint import load_drafter
 from twofold.pipeline.artifact import read_artifact
-from twofold.pipeline.commands import load_engine
+from twofold.pipeline.commands import export_run, load_engine
 from twofold.pipeline.measure_stages import long_prompts
 from twofold.pipeline.recipe import load_recipe
 from twofold.pipeline.run import run_pipeline
@@ -205,3 +205,18 @@ def test_long_prompts_are_exact_and_end_in_a_question(length: int) -> None:
     for number, prompt in enumerate(long_prompts(texts, length, 3)):
         assert len(prompt) == length
         assert prompt[-5:] == texts[number].prompt_ids[-length:]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "speculators"])
+def test_a_finished_run_is_exported(line: tuple[Path, Path], tmp_path: Path, engine: str) -> None:
+    out = line[1]
+    exported = export_run(out, engine, tmp_path / engine)
+    card = (exported.target / "README.md").read_text()
+    assert "base_model: model" in card
+    assert "| healed |" in card
+    assert str(line[0].parent) not in card  # no place of this machine
+    if exported.drafter is not None:
+        assert load_drafter(exported.drafter).config.sliding_window == 8
+    without = export_run(out, engine, tmp_path / "without", "none")
+    assert without.drafter is None
+    assert "speculative" not in without.command
