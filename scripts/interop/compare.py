@@ -31,7 +31,8 @@ from twofold.export.card import Card
 from twofold.export.engines import find_engine
 from twofold.export.folders import Exported, export
 from twofold.models.checkpoint import load_target, packable_linears, save_target
-from twofold.models.drafter_checkpoint import load_drafter, packable_groups, save_drafter
+from twofold.models.draft_quantization import packable_groups
+from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling

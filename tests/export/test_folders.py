@@ -87,6 +87,11 @@ def test_folders_are_complete(artifacts: tuple[Path, Path], engine: str) -> None
     assert [path.name for path in artifacts[0].parent.iterdir() if path.name.startswith(".")] == []
 
 
+def test_the_state_is_float32_outright(artifacts: tuple[Path, Path]) -> None:
+    config = json.loads((made(artifacts, "vllm").target / "config.json").read_text())
+    assert config["mamba_ssm_dtype"] == "float32"
+
+
 def test_transformers_agrees_on_logits(artifacts: tuple[Path, Path]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -23,6 +23,7 @@ from twofold.export.check import check_drafter, check_target
 from twofold.export.engines import Engine
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, save_target
+from twofold.models.config import LINEAR
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
 from twofold.models.folder import TOKENIZER_FILES, WEIGHTS, read_json, read_tensors
@@ -62,7 +63,7 @@ def export(target: Path, drafter: Path | None, destination: Path, engine: Engine
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as made:
         folder = Path(made) / "whole"
-        save_target(model, folder / "target", target)
+        save_target(model, folder / "target", target, _said_outright(model))
         check_target(folder / "target", target)
         if draft is not None and drafting is not None:
             _write_drafter(draft, model, folder, engine)
@@ -85,6 +86,11 @@ def serve_command(engine: Engine, destination: Path, block: int | None, context:
         return engine.serve.format(**values)
     values |= {"drafter": destination / "drafter", "block": block, "drafted": block - 1}
     return (engine.serve + engine.speculate).format(**values)
+
+
+def _said_outright(model: CausalLM) -> dict[str, Any]:
+    """What a config may leave out and engines then guess: the state of Gated DeltaNet, which in bfloat16 drifts."""
+    return {"mamba_ssm_dtype": "float32"} if LINEAR in model.config.layer_types else {}
 
 
 def _write_drafter(draft: Drafter, model: CausalLM, folder: Path, engine: Engine) -> None:
