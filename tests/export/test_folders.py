@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import pocket
 from tests.models.test_checkpoint import pack
+from tests.models.test_drafter import SHAPE
 from tests.models.test_drafter_checkpoint import packed
 from tests.models.tiny import HYBRID, build, tokens
 from twofold.export.card import Card
@@ -23,23 +24,13 @@ from twofold.export.engines import ENGINES, find_engine
 from twofold.export.folders import Exported, export
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.draft_head import DraftHeadConfig, make_draft_head
-from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
+from twofold.models.drafter import Drafter, DrafterConfig
 from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
 from twofold.models.folder import TOKENIZER_FILES
 from twofold.quant.scheme import QuantScheme
 
 CARD = Card(name="tiny", base_model="base", recipe={"name": "tiny"})
 SCHEME = QuantScheme(group_size=16)
-SHAPE = DraftShape(
-    num_layers=2,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    block_size=4,
-    mask_token_id=3,
-    target_layer_ids=(0, 2),
-)
 DRAFTING = sorted(name for name, engine in ENGINES.items() if engine.drafter is not None)
 
 

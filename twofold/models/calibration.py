@@ -137,7 +137,7 @@ def quantize_target(
             for made in _quantize(model, group, hessians[group.producer], config, alphas.get(group.producer)):
                 reports.append(made)
                 report(len(reports), len(names), f"{made.name}, output error {made.output_error:.2g}")
-            _check_fallbacks(reports, len(names), config.max_fallbacks)
+            check_fallbacks(reports, len(names), config.max_fallbacks)
         if i + 1 < len(model.layers):
             rows.advance(layer)
     return Calibration(layers=reports, smoothing=smoothing)
@@ -243,14 +243,12 @@ def _quantize(
         own = Grid(grid.scale_NG[rows], None if grid.zero_NG is None else grid.zero_NG[rows])
         packed = PackedLinear.from_integers(q_NK[rows], own, scheme, linear.bias)
         model.set_submodule(name, packed)
-        wide_NK = linear.weight.detach().to(hessian_KK.dtype)
-        added_NK = packed.dense_weight(hessian_KK.dtype) - wide_NK
-        energy, norm = hessian_error(wide_NK, hessian_KK), float(wide_NK.norm())
+        weight_error, output_error = rounding_errors(linear.weight.detach(), packed, hessian_KK)
         made = LayerReport(
             name=name,
             method=config.method,
-            weight_error=float(added_NK.norm()) / norm if norm > 0 else 0.0,
-            output_error=hessian_error(added_NK, hessian_KK) / energy if energy > 0 else 0.0,
+            weight_error=weight_error,
+            output_error=output_error,
             damping=damping,
             alpha=alpha,
             fallback=fallback,
@@ -259,7 +257,19 @@ def _quantize(
     return reports
 
 
-def _check_fallbacks(reports: Sequence[LayerReport], num_layers: int, max_fallbacks: float) -> None:
+def rounding_errors(weight_NK: Tensor, packed: PackedLinear, hessian_KK: Tensor) -> tuple[float, float]:
+    """`weight_error` and `output_error` of a `LayerReport`; 0 where there is nothing to err from."""
+    wide_NK = weight_NK.to(hessian_KK.dtype)
+    added_NK = packed.dense_weight(hessian_KK.dtype) - wide_NK
+    norm, energy = float(wide_NK.norm()), hessian_error(wide_NK, hessian_KK)
+    return (
+        float(added_NK.norm()) / norm if norm > 0 else 0.0,
+        hessian_error(added_NK, hessian_KK) / energy if energy > 0 else 0.0,
+    )
+
+
+def check_fallbacks(reports: Sequence[LayerReport], num_layers: int, max_fallbacks: float) -> None:
+    """ValueError when more than that share of the layers was merely rounded."""
     fallbacks = [report.name for report in reports if report.fallback]
     if len(fallbacks) > max_fallbacks * num_layers:
         raise ValueError(

@@ -11,13 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from twofold.models.calibration import LayerReport
+from twofold.models.calibration import LayerReport, check_fallbacks, rounding_errors
 from twofold.models.draft_head import DraftHeadConfig
 from twofold.models.drafter import Drafter, DrafterConfig
 from twofold.models.layers import RMSNorm
 from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
 from twofold.quant.calibrate import gptq_in_order, observe
-from twofold.quant.gptq import hessian_error
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import quantize, search_grid
 from twofold.quant.scheme import QuantScheme
@@ -102,12 +101,7 @@ def quantize_drafter(
         scheme.validate(name, _dense(drafter, name).weight.shape)
     quantized = _gptq if config.method == "gptq" else _round
     reports = quantized(drafter, run, config, report)
-    fallbacks = [layer.name for layer in reports if layer.fallback]
-    if len(fallbacks) > config.max_fallbacks * len(reports):
-        raise ValueError(
-            f"GPTQ fell back to round-to-nearest for {len(fallbacks)} of {len(reports)} layers, {fallbacks[0]} first; "
-            "use more calibration rows or more damping"
-        )
+    check_fallbacks(reports, len(names), config.max_fallbacks)
     return reports
 
 
@@ -147,12 +141,12 @@ def _round(
             quantize(weight_NK, grid, scheme), grid, scheme, cache_dtype=weight_NK.dtype
         )
         drafter.set_submodule(name, packed)
-        added_NK, energy = packed.dense_weight(weight_NK.dtype) - weight_NK, hessian_error(weight_NK, hessian_KK)
+        weight_error, output_error = rounding_errors(weight_NK, packed, hessian_KK)
         made = LayerReport(
             name=name,
             method=config.method,
-            weight_error=_relative(added_NK, weight_NK),
-            output_error=hessian_error(added_NK, hessian_KK) / energy if energy > 0 else 0.0,
+            weight_error=weight_error,
+            output_error=output_error,
             alpha=alphas.get(name),
         )
         reports.append(made)
