@@ -111,7 +111,6 @@ def ask_vllm(python: Path, exported: Exported, prompts: list[list[int]], work: P
         "num_speculative_tokens": block - 1,
         "prompts": prompts,
         "max_tokens": TOKENS,
-        "stand_ins": True,
     }
     (work / "job.json").write_text(json.dumps(job))
     command = [python, Path(__file__).parent / "vllm_side.py", work / "job.json", work / "answer.json"]

@@ -1,7 +1,7 @@
 """What vLLM says: one job a process, `python vllm_side.py JOB.json ANSWER.json`, in the environment of vLLM.
 
-A job is {"target", "drafter" (or null), "num_speculative_tokens", "prompts": [[id, ...], ...], "max_tokens",
-"stand_ins"}. The answer is {"version", "tokens": [[id, ...], ...], "drafts", "accepted", "stand_ins", "seconds"}.
+A job is {"target", "drafter" (or null), "num_speculative_tokens", "prompts": [[id, ...], ...], "max_tokens"}.
+The answer is {"version", "tokens": [[id, ...], ...], "drafts", "stand_ins", "seconds"}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
     start = time.perf_counter()
-    replaced = stand_ins.put_in() if job["stand_ins"] else []
+    replaced = stand_ins.put_in()
     llm = vllm.LLM(
         job["target"],
         dtype="bfloat16",
@@ -53,7 +53,6 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         "version": vllm.__version__,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": counted.get("vllm:spec_decode_num_drafts", 0),
-        "accepted": counted.get("vllm:spec_decode_num_accepted_tokens", 0),
         "stand_ins": replaced,
         "seconds": time.perf_counter() - start,
     }
