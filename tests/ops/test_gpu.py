@@ -6,6 +6,7 @@ from torch import Tensor
 
 from twofold.ops import packed, packed_cuda, rounding
 from twofold.ops.documents import Documents
+from twofold.ops.gated_delta import commit_delta, gated_delta, gated_delta_recurrent
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -48,6 +49,16 @@ def test_packed_delta(documents: bool) -> None:
     decay = -torch.rand(2, 200, 4)
     inputs = [randn(2, 128), randn(2, 128), randn(4, 128), decay, torch.rand(2, 200, 4).bfloat16()]
     compare(packed.packed_delta, packed.packed_delta, inputs, 0.02, documents)
+
+
+def test_prefill_goes_on_from_a_state() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 200, heads, 128) for heads in (2, 2, 4))
+    tokens = [q, k, v, -torch.rand(2, 200, 4), torch.rand(2, 200, 4), torch.randn(2, 4, 128, 128)]
+    o, window = gated_delta(*(x.cuda() for x in tokens))
+    expected, states = gated_delta_recurrent(*(x.double() for x in tokens))
+    torch.testing.assert_close(o.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(commit_delta(window, 150).cpu().double(), states[:, 149], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("documents", [False, True])

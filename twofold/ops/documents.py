@@ -18,11 +18,11 @@ class Documents:
 
     @cached_property
     def borders(self) -> Tensor:
-        """int64 [N + 1]: where documents start when the rows stand one behind the other, and where the last ends."""
+        """int32 [N + 1]: where documents start when the rows stand one behind the other, and where the last ends."""
         starts_BT = torch.ones_like(self.ids_BT, dtype=torch.bool)
         starts_BT[:, 1:] = self.ids_BT[:, 1:] != self.ids_BT[:, :-1]
         starts_N = starts_BT.flatten().nonzero().flatten()
-        return torch.cat((starts_N, starts_N.new_tensor([starts_BT.numel()])))
+        return torch.cat((starts_N, starts_N.new_tensor([starts_BT.numel()]))).int()
 
     @cached_property
     def longest(self) -> int:

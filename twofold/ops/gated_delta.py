@@ -99,7 +99,7 @@ def _scan(
     if written_BHCLV.is_cuda:
         from twofold.ops import scan_triton
 
-        if scan_triton.fits(*tensors[:2]):
+        if scan_triton.fits(tensors[0], tensors[1], first):
             u, starts = scan_triton.ChunkScan.apply(*tensors, first, "ieee" if exact else "tf32")
             return u.unflatten(0, heads), starts.unflatten(0, heads)
     written, erased, k_end, factor = tensors

@@ -16,7 +16,7 @@ def packed_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, documents: 
     repeat = q_BTHD.shape[2] // k_BTGD.shape[2]
     q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTGD, v_BTGD))
     k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v)) if repeat > 1 else (k, v)
-    borders, longest = documents.borders.int(), documents.longest
+    borders, longest = documents.borders, documents.longest
     o = varlen_attn(q, k, v, borders, borders, longest, longest, window_size=(-1, 0))
     assert isinstance(o, Tensor)
     return o.view_as(q_BTHD)

@@ -32,10 +32,7 @@ def _scan_kernel(p_ptr, a_ptr, b_ptr, factor_ptr, e_ptr, first_ptr, x_ptr, s_ptr
     o_v = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     of_state = o_k[:, None] * V + o_v[None, :]
     of_token = o_l[:, None] * V + o_v[None, :]
-    if first_ptr is None:
-        s = tl.zeros([K, COLUMNS], tl.float32)
-    else:
-        s = tl.load(first_ptr + head * K * V + of_state)
+    s = tl.zeros([K, COLUMNS], tl.float32) if first_ptr is None else tl.load(first_ptr + head * K * V + of_state)
     for i in range(chunks):
         c = head * chunks + (chunks - 1 - i if REVERSE else i)
         tl.store(s_ptr + c * K * V + of_state, s)
@@ -52,8 +49,11 @@ def _scan_kernel(p_ptr, a_ptr, b_ptr, factor_ptr, e_ptr, first_ptr, x_ptr, s_ptr
             s += tl.load(e_ptr + c * K * V + of_state)
 
 
-def fits(written_MCLV: Tensor, erased_MCLK: Tensor) -> bool:
-    """Whether the kernel takes these sizes: powers of 2 from 16 on, for one program not too many."""
+def fits(written_MCLV: Tensor, erased_MCLK: Tensor, state_MKV: Tensor | None) -> bool:
+    """Whether the kernel can: sizes that are powers of 2, for one program neither too few nor too many; no gradient
+    for the first state."""
+    if state_MKV is not None and state_MKV.requires_grad:
+        return False
     sizes = (*written_MCLV.shape[2:], erased_MCLK.shape[3])
     return written_MCLV.dtype == torch.float32 and all(16 <= n <= 128 and n & (n - 1) == 0 for n in sizes)
 
