@@ -31,6 +31,7 @@ import json
 import lzma
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ class Bench:
         elif what in ("frozen", "learned", "head8", "head4"):
             student = self.student(group_size, learned=what != "frozen", head=HEADS.get(what))
             about: dict[str, Any] = {"grid": self.best(group_size)}
+            if what in HEADS:
+                about["head"] = asdict(HEADS[what])
             if self.args.start is not None and what != "frozen":
                 about["start"] = self.load_trained(student, f"{self.args.start} g{group_size}")
             about |= self.qad(student, self.args.steps, *self.schedule())
@@ -140,7 +143,7 @@ class Bench:
             student = self.student(group_size, learned=False, head=None)
             start = self.load_trained(student, f"frozen g{group_size}")
             quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
-            self.row(name, student, start=start)
+            self.row(name, student, start=start, head=asdict(HEADS[what.removesuffix("-rounded")]))
         else:
             raise SystemExit(f"there is no row {what!r}")
 

@@ -30,7 +30,9 @@ def take(run: Path, name: str) -> None:
 
 def tables(name: str, result: dict[str, Any]) -> str:
     """The tables of a result, in Markdown."""
-    return {"target_smollm2": target_rows, "target_4b_step": step_rows}.get(name, report_tables)(result)
+    return {"target_smollm2": target_rows, "target_4b_step": step_rows, "interop_cpu": interop_rows}.get(
+        name, report_tables
+    )(result)
 
 
 def target_rows(result: dict[str, Any]) -> str:
@@ -63,6 +65,23 @@ def step_rows(result: dict[str, Any]) -> str:
         f"| share of the bf16 peak | {result['share_of_bf16_peak']:.0%} |",
         f"| all logits at once | {fit} |",
     ]
+    return "\n".join(lines) + "\n"
+
+
+def interop_rows(result: dict[str, Any]) -> str:
+    minutes = {name: f"{seconds / 60:.1f}" for name, seconds in result["seconds"].items()}
+    lines = [
+        f"`{result['command']}` on {result['date']}: {result['hardware']}, vLLM {result['vllm']}; "
+        f"{minutes['environment']} minutes for the environment and {minutes['comparison']} for the rest. Stood in for: "
+        f"{', '.join(result['results'][0]['stand_ins']) or 'nothing'}.",
+        "",
+        "| export | equal | near-ties | accept length, vLLM | Twofold |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["results"]:
+        lengths = row["accept_length"]
+        theirs, ours = ("", "") if lengths is None else (f"{length:.2f}" for length in lengths)
+        lines.append(f"| {row['name']} | {row['equal']} | {row['near_ties']} | {theirs} | {ours} |")
     return "\n".join(lines) + "\n"
 
 
