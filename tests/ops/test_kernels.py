@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from twofold.ops import draft_attention
+from twofold.ops.attention import CacheMask, attention
+from twofold.ops.draft_attention import ContextMask
+from twofold.ops.gated_delta import gated_delta_recurrent
 from twofold.ops.kernels import Kernels
 
 SETS = [Kernels.reference(), Kernels.cpu()]
@@ -35,18 +38,75 @@ def test_frozen_linear_takes_inputs_that_are_not_contiguous(kernels: Kernels) ->
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("num_tokens", [1, 5, 67])
-def test_operations_agree_with_the_reference(kernels: Kernels, num_tokens: int) -> None:
+def test_attention_over_a_cache_is_attention_over_the_rows_own_keys(kernels: Kernels, num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
-    reference = Kernels.reference()
-    q, k, v = (torch.randn(2, num_tokens, heads, 8) for heads in (6, 2, 2))
-    torch.testing.assert_close(kernels.attention(q, k, v, None, True), reference.attention(q, k, v, None, True))
-    q, k, v = (torch.randn(2, num_tokens, heads, 8) for heads in (3, 3, 6))
-    g, beta, state = -torch.rand(2, num_tokens, 6), torch.rand(2, num_tokens, 6), torch.randn(2, 6, 8, 8)
-    o, window = kernels.gated_delta(q, k, v, g, beta, state_BHKV=state)
-    expected, expected_window = reference.gated_delta(q, k, v, g, beta, state_BHKV=state)
-    torch.testing.assert_close(o, expected)
-    n = torch.tensor([num_tokens // 2, num_tokens])
-    torch.testing.assert_close(kernels.commit_delta(window, n), reference.commit_delta(expected_window, n))
+    lengths, capacity = [0, 13], 90
+    q = torch.randn(2, num_tokens, 6, 8)
+    k, v = torch.randn(2, capacity, 2, 8), torch.randn(2, capacity, 2, 8)
+    for num_keys in (13 + num_tokens, capacity):  # what lies past a row's queries must not matter
+        mask = CacheMask(torch.tensor(lengths), num_tokens, num_keys, exact=False)
+        o = kernels.cache_attention(q, k, v, mask)
+        for row, length in enumerate(lengths):
+            own = slice(0, length + num_tokens)
+            visible = torch.ones(num_tokens, length + num_tokens, dtype=torch.bool).tril(length)
+            wanted = attention(q[row : row + 1], k[row : row + 1, own], v[row : row + 1, own], visible[None])
+            torch.testing.assert_close(o[row : row + 1], wanted)
+    for length in (0, 13):
+        exact = CacheMask(torch.tensor([length] * 2), num_tokens, length + num_tokens, exact=True)
+        same = CacheMask(torch.tensor([length] * 2), num_tokens, capacity, exact=False)
+        torch.testing.assert_close(kernels.cache_attention(q, k, v, exact), kernels.cache_attention(q, k, v, same))
+
+
+@pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("window", [None, 5, 6, 12, 13, 14, 40])
+def test_attention_over_a_context_by_brute_force(kernels: Kernels, window: int | None) -> None:
+    """Block of 5 at L: query t sees cached positions j < L with j > L + t - W, and the block."""
+    torch.manual_seed(0)
+    lengths, capacity, block = [0, 3, 13], 30, 5
+    q, k, v = (torch.randn(3, block, heads, 8) for heads in (6, 2, 2))
+    cached_k, cached_v = torch.randn(3, capacity, 2, 8), torch.randn(3, capacity, 2, 8)
+    for num_keys in (13, capacity - block):
+        mask = ContextMask(torch.tensor(lengths), block, num_keys, window)
+        o = kernels.context_attention(q, k, v, cached_k, cached_v, mask)
+        for row, length in enumerate(lengths):
+            for t in range(block):
+                first = 0 if window is None else max(0, length + t - window + 1)
+                keys, values = (
+                    torch.cat((x[row, first : max(first, length)], y[row])).repeat_interleave(3, dim=1)
+                    for x, y in ((cached_k, k), (cached_v, v))
+                )
+                weight = (torch.einsum("hd,shd->hs", q[row, t], keys) / 8**0.5).softmax(dim=-1)
+                torch.testing.assert_close(o[row, t], torch.einsum("hs,shd->hd", weight, values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("num_tokens", [1, 5, 67])
+def test_a_delta_pass_is_the_recurrence_and_commits_in_place(kernels: Kernels, num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    batch, heads, width, conv_width = 2, 6, 8, 4
+    channels = (3 + 3 + heads) * width
+    qkv, a, b = (torch.randn(batch, num_tokens, n) for n in (channels, heads, heads))
+    weight, A_log, dt_bias = torch.randn(channels, conv_width), torch.randn(heads), torch.randn(heads)
+    conv, state = torch.randn(batch, conv_width - 1, channels), torch.randn(batch, heads, width, width)
+    inputs = torch.cat((conv, qkv), dim=1)
+    for n in {0, 1, num_tokens // 2, num_tokens}:
+        mine, kept = conv.clone(), state.clone()
+        o, window = kernels.delta_pass(qkv, a, b, weight, A_log, dt_bias, mine, kept)
+        assert torch.equal(mine, conv)
+        assert torch.equal(kept, state)
+        mixed = sum(inputs[:, w : w + num_tokens] * weight[:, w] for w in range(conv_width))
+        q, k, v = torch.nn.functional.silu(mixed).split((3 * width, 3 * width, heads * width), dim=-1)
+        g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+        split = (x.unflatten(-1, (-1, width)) for x in (q, k, v))
+        wanted, states = gated_delta_recurrent(*split, g, b.sigmoid(), state)
+        torch.testing.assert_close(o, wanted, atol=1e-4, rtol=1e-4)
+        places = (mine.data_ptr(), kept.data_ptr())
+        kernels.delta_commit(window, torch.tensor([n, num_tokens]), mine, kept)
+        assert (mine.data_ptr(), kept.data_ptr()) == places
+        for row, count in enumerate([n, num_tokens]):
+            after = states[row, count - 1] if count else state[row]
+            torch.testing.assert_close(kept[row], after, atol=1e-4, rtol=1e-4)
+            assert torch.equal(mine[row], inputs[row, count : count + conv_width - 1])
 
 
 def test_kernels_are_chosen_once_and_do_not_change() -> None:

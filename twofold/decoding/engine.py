@@ -113,5 +113,6 @@ class Engine:
 
 
 def _logprobs(cycle: Cycle) -> list[float]:
+    assert cycle.logits is not None
     chosen = cycle.logits[: len(cycle.token_ids)].float().log_softmax(dim=-1)
     return [float(row[token]) for row, token in zip(chosen, cycle.token_ids, strict=True)]

@@ -13,7 +13,6 @@ from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.mixers import Attention, GatedDeltaNet, Place
 from twofold.models.state import DecodeState, new_state
-from twofold.ops.attention import cache_mask
 from twofold.ops.documents import Documents, document_ids
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table
@@ -114,9 +113,7 @@ class CausalLM(nn.Module):
         else:
             assert positions_BT is None, "with a state, positions follow from its lengths"
             positions_BT = state.open(num_tokens)
+            cos_SR, sin_SR = state.rotary
+            return Place(positions_BT, cos_SR[positions_BT], sin_SR[positions_BT], mask=state.mask())
         cos, sin = rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta)
-        if state is None:
-            return Place(positions_BT, cos, sin, documents)
-        num_keys = state.bound + num_tokens
-        mask = cache_mask(positions_BT, num_keys) if batch > 1 or num_tokens > 1 else None
-        return Place(positions_BT, cos, sin, mask_BTS=mask, num_keys=num_keys)
+        return Place(positions_BT, cos, sin, documents)

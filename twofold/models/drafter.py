@@ -13,7 +13,7 @@ enters, so there is nothing to roll back.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -24,12 +24,15 @@ from twofold.models.config import ModelConfig
 from twofold.models.draft_head import DraftHead
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.markov_head import MarkovHead
-from twofold.models.state import KeyValueCache
-from twofold.ops.draft_attention import DraftMask, sees_context
+from twofold.models.state import KeyValueCache, Lengths
+from twofold.ops.attention import attention
+from twofold.ops.draft_attention import ContextMask, DraftMask
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table, rotate
 
 KeyValue = tuple[Tensor, Tensor]
+Rotary = tuple[Tensor, Tensor]  # cos and sin, [..., R]
+Seen = Tensor | DraftMask | ContextMask  # a plain mask is [B, N, S + N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +212,14 @@ class DraftAttention(nn.Module):
         k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
         return rotate(self.k_norm(k), cos, sin), v
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
         q, k, v = (self._heads(x) for x in self.block_inputs(x_BND))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
-        if isinstance(mask, DraftMask):
-            o = self.kernels.draft_attention(q, k, v, mask)
+        if isinstance(mask, ContextMask):
+            o = self.kernels.context_attention(q, k, v, *context, mask)
         else:
-            o = self.kernels.attention(q, k, v, mask)
+            k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
+            o = attention(q, k, v, mask) if isinstance(mask, Tensor) else self.kernels.draft_attention(q, k, v, mask)
         return self.output(o.flatten(-2))[0]
 
 
@@ -231,18 +234,21 @@ class DraftLayer(nn.Module):
     def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
         return self.self_attn.context(feature_BTD, cos, sin)
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
         x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
         return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
 
 
 @dataclass
-class DraftState:
+class DraftState(Lengths):
     """Context keys and values of every layer; row b's context is its first lengths_B[b] positions."""
 
-    caches: list[KeyValueCache]
-    lengths_B: Tensor
-    bound: int = 0
+    caches: list[KeyValueCache] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Back to no context, in place."""
+        self.lengths_B.zero_()
+        self.know(0, exact=True)
 
 
 class Drafter(nn.Module):
@@ -287,20 +293,29 @@ class Drafter(nn.Module):
         freeze(self, self.kernels, self.norm.weight.dtype)
         return self.eval()
 
-    def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _table(self, positions: Tensor, rotary: Rotary | None = None) -> Rotary:
+        """cos and sin, looked up in the table of all positions where there is one."""
+        if rotary is not None:
+            return rotary[0][positions], rotary[1][positions]
         return rotary_table(positions, self.config.head_dim, self.config.rope_theta)
 
-    def contexts(self, taps: Sequence[Tensor], positions_BT: Tensor) -> list[KeyValue]:
+    def contexts(self, taps: Sequence[Tensor], positions_BT: Tensor, rotary: Rotary | None = None) -> list[KeyValue]:
         """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
         feature = self.hidden_norm(self.feature(torch.cat(list(taps), dim=-1))[0])
-        cos, sin = self._table(positions_BT)
+        cos, sin = self._table(positions_BT, rotary)
         return [layer.context(feature, cos, sin) for layer in self._layers]
 
     def forward(
-        self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Tensor | DraftMask
+        self,
+        x_BND: Tensor,
+        positions_BN: Tensor,
+        contexts: Sequence[KeyValue],
+        mask: Seen,
+        rotary: Rotary | None = None,
     ) -> Tensor:
-        """Hidden states [B, N, D] for the head; the mask covers context and block keys, [B, N, S + N]."""
-        cos, sin = self._table(positions_BN)
+        """Hidden states [B, N, D] for the head; the mask covers context and block keys. With a
+        `ContextMask`, contexts are whole caches."""
+        cos, sin = self._table(positions_BN, rotary)
         for layer, context in zip(self.layers, contexts, strict=True):
             x_BND = layer(x_BND, cos, sin, context, mask)
         return self.norm(x_BND)
@@ -314,37 +329,30 @@ class Drafter(nn.Module):
     def new_state(self, batch_size: int, max_length: int) -> DraftState:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)
         new = self.norm.weight.new_zeros
-        caches = [KeyValueCache(new(shape), new(shape)) for _ in self.layers]
-        return DraftState(caches, torch.zeros(batch_size, dtype=torch.long, device=self.device))
+        return DraftState(
+            lengths_B=torch.zeros(batch_size, dtype=torch.long, device=self.device),
+            max_length=max_length,
+            rotary=self._table(torch.arange(max_length, device=self.device)),
+            caches=[KeyValueCache(new(shape), new(shape)) for _ in self.layers],
+        )
 
     def extend(self, state: DraftState, taps: Sequence[Tensor], n: int | Tensor) -> None:
-        """Appends the first n of T new positions to the context, a number for all rows or one for each [B]."""
+        """Appends the first n of T new positions to the context, a number for all rows or one for each [B], which may
+        stay on the device: all T are written then, and those past the new lengths are no part of the context."""
         if isinstance(n, int):
             taps = [tap[:, :n] for tap in taps]
         num_new = taps[0].shape[1]
-        positions_BT = state.lengths_B[:, None] + torch.arange(num_new, device=self.device)
-        for cache, (k, v) in zip(state.caches, self.contexts(taps, positions_BT), strict=True):
+        positions_BT = state.ahead(num_new)
+        for cache, (k, v) in zip(state.caches, self.contexts(taps, positions_BT, state.rotary), strict=True):
             cache.write(positions_BT, k, v)
-        state.lengths_B = state.lengths_B + n
-        exact = isinstance(n, int) or not n.is_cuda
-        state.bound = int(state.lengths_B.max()) if exact else state.bound + num_new
+        state.advance(n, at_most=num_new)
 
     def draft(self, state: DraftState, block_BND: Tensor) -> Tensor:
         """Hidden states [B, N, D] for a block (anchor and masks, embedded) that follows the context."""
         num_tokens = block_BND.shape[1]
-        positions_BN = state.lengths_B[:, None] + torch.arange(num_tokens, device=self.device)
-        window = self.config.sliding_window
-        first = 0 if window is None else max(0, int(state.lengths_B.min()) - window + 1)
-        keys_S = torch.arange(first, state.bound, device=self.device)
-        mask = self._visible(keys_S, positions_BN, state.lengths_B[:, None])
-        contexts = [(c.k_BSGD[:, first : state.bound], c.v_BSGD[:, first : state.bound]) for c in state.caches]
-        block = torch.ones(*mask.shape[:2], num_tokens, dtype=torch.bool, device=self.device)
-        return self(block_BND, positions_BN, contexts, torch.cat((mask, block), dim=-1))
-
-    def _visible(self, keys_S: Tensor, positions_BN: Tensor, anchors_BN: Tensor) -> Tensor:
-        """[B, N, S]"""
-        visible = sees_context(keys_S, positions_BN[..., None], anchors_BN[..., None], self.config.sliding_window)
-        return visible.expand(*positions_BN.shape, -1)
+        contexts = [(cache.k_BSGD, cache.v_BSGD) for cache in state.caches]
+        mask = ContextMask(state.lengths_B, num_tokens, state.bound, self.config.sliding_window)
+        return self(block_BND, state.ahead(num_tokens), contexts, mask, state.rotary)
 
     def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> DraftMask:
         """For blocks at the anchors (indices in the row) of packed rows."""

@@ -6,13 +6,13 @@ B batch, T tokens, H heads, D head width, C convolution channels.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twofold.models.config import ModelConfig
 from twofold.models.layers import Projections, RMSNorm
 from twofold.models.state import DeltaState, KeyValueCache
-from twofold.ops.convolution import causal_convolution
+from twofold.ops.attention import CacheMask
+from twofold.ops.delta_window import decay_and_strength
 from twofold.ops.documents import Documents
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import gated_rms_norm, rotate
@@ -25,8 +25,7 @@ class Place(NamedTuple):
     cos_BTR: Tensor
     sin_BTR: Tensor
     documents: Documents | None = None  # of a pass without a state; None: each row is one
-    mask_BTS: Tensor | None = None  # of a pass with a state; None: all keys are visible
-    num_keys: int = 0  # cached positions that such a pass looks at
+    mask: CacheMask | None = None  # of a pass with a state
 
 
 class Attention(nn.Module):
@@ -61,9 +60,9 @@ class Attention(nn.Module):
         if cache is None:
             o = self.kernels.packed_attention(q, k, v, place.documents)
         else:
+            assert place.mask is not None
             cache.write(place.positions_BT, k, v)
-            k, v = cache.read(place.num_keys)
-            o = self.kernels.attention(q, k, v, place.mask_BTS)
+            o = self.kernels.cache_attention(q, cache.k_BSGD, cache.v_BSGD, place.mask)
         if self.output_gate:
             o = o * gate.sigmoid()
         return self.output(o.flatten(-2))[0]
@@ -74,10 +73,8 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)); the rule is in `ops.gated_delta`.
-
-    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
-    """
+    """out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)); the rule is in `ops.gated_delta`, decay and
+    strength in `ops.delta_window`."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -105,22 +102,17 @@ class GatedDeltaNet(nn.Module):
         weight_CW = self.conv1d.weight.squeeze(1)
         if state is None:
             mixed = self.kernels.packed_convolution(qkv_BTC, weight_CW, place.documents)
+            q, k, v = mixed.split(self.sizes, dim=-1)
+            o = self.kernels.packed_delta(
+                q.unflatten(-1, (self.num_key_heads, -1)),
+                k.unflatten(-1, (self.num_key_heads, -1)),
+                v.unflatten(-1, (self.num_value_heads, -1)),
+                *decay_and_strength(a, b, self.A_log, self.dt_bias),
+                place.documents,
+            )
         else:
-            inputs_BSC = torch.cat((state.conv_BWC, qkv_BTC), dim=1)
-            mixed = causal_convolution(inputs_BSC, weight_CW)
-        q, k, v = mixed.split(self.sizes, dim=-1)
-        wide = torch.promote_types(a.dtype, torch.float32)  # a decay rounded to bfloat16 is another decay
-        tokens = (
-            q.unflatten(-1, (self.num_key_heads, -1)),
-            k.unflatten(-1, (self.num_key_heads, -1)),
-            v.unflatten(-1, (self.num_value_heads, -1)),
-            -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide)),
-            b.sigmoid(),
-        )
-        if state is None:
-            o = self.kernels.packed_delta(*tokens, place.documents)
-        else:
-            o, window = self.kernels.gated_delta(*tokens, state_BHKV=state.state_BHKV)
-            state.window = (inputs_BSC, window)
+            o, state.window = self.kernels.delta_pass(
+                qkv_BTC, a, b, weight_CW, self.A_log, self.dt_bias, state.conv_BWC, state.state_BHKV
+            )
         z = z.unflatten(-1, (self.num_value_heads, -1))
         return self.output(gated_rms_norm(o, z, self.norm.weight, self.eps).flatten(-2))[0]

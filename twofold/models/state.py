@@ -3,16 +3,21 @@
 A forward pass with a state opens a window of T positions; `commit(n)` makes its first n permanent, a number for
 each row. Whatever is not committed was never there: there is no undo. The law: after commit(n) the state equals
 that of a fresh run over n tokens, for every n from 0 to T.
+
+Every tensor stays where it is: a commit writes in place, n may stay on the device, and the host reads nothing. So a
+pass and its commit can be captured and replayed.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from twofold.models.config import LINEAR, ModelConfig
-from twofold.ops.gated_delta import DeltaWindow
+from twofold.ops.attention import CacheMask
 from twofold.ops.kernels import Kernels
+from twofold.ops.norms import rotary_table
 
 
 @dataclass
@@ -27,9 +32,6 @@ class KeyValueCache:
         self.k_BSGD.index_put_((rows, positions_BT), k_BTGD.to(self.k_BSGD.dtype))
         self.v_BSGD.index_put_((rows, positions_BT), v_BTGD.to(self.v_BSGD.dtype))
 
-    def read(self, num_keys: int) -> tuple[Tensor, Tensor]:
-        return self.k_BSGD[:, :num_keys], self.v_BSGD[:, :num_keys]
-
 
 @dataclass
 class DeltaState:
@@ -37,32 +39,44 @@ class DeltaState:
 
     conv_BWC: Tensor
     state_BHKV: Tensor
-    window: tuple[Tensor, DeltaWindow] | None = None
-
-    def commit(self, n_B: Tensor | int, kernels: Kernels) -> None:
-        assert self.window is not None
-        inputs_BSC, delta = self.window
-        self.window = None
-        width = self.conv_BWC.shape[1]
-        self.state_BHKV = kernels.commit_delta(delta, n_B)
-        if isinstance(n_B, int):
-            self.conv_BWC = inputs_BSC[:, n_B : n_B + width]
-            return
-        kept = n_B[:, None] + torch.arange(width, device=n_B.device)
-        rows = torch.arange(len(n_B), device=n_B.device)[:, None]
-        self.conv_BWC = inputs_BSC[rows, kept]
+    window: Any = None  # of the open pass, in the form that the kernels give it
 
 
 @dataclass
-class DecodeState:
-    """The state of all layers for B rows of up to `max_length` positions."""
+class Lengths:
+    """How long rows are, and what the host knows of it.
 
-    layers: list[KeyValueCache | DeltaState]
+    `lengths_B` lives on the device. `bound` is no less than any of them, and with `exact` it equals them all; a
+    captured pass, which outlives what the host knows, is bounded by the capacity, `max_length`.
+    """
+
     lengths_B: Tensor
     max_length: int
-    kernels: Kernels
-    bound: int = 0  # host-side upper bound of lengths_B: what attention has to look at
-    window: int = field(default=0)  # positions of the open window
+    rotary: tuple[Tensor, Tensor]  # cos and sin of every position, [S, R]
+    bound: int = 0
+    exact: bool = True
+
+    def ahead(self, num_tokens: int) -> Tensor:
+        """[B, T]: the positions that follow."""
+        return self.lengths_B[:, None] + torch.arange(num_tokens, device=self.lengths_B.device)
+
+    def advance(self, n: int | Tensor, at_most: int) -> None:
+        self.lengths_B.add_(n)
+        self.bound += n if isinstance(n, int) else at_most
+        self.exact = self.exact and isinstance(n, int)
+
+    def know(self, bound: int, *, exact: bool) -> None:
+        """Takes what the host has found out, or how far it wants passes to look."""
+        self.bound, self.exact = bound, exact
+
+
+@dataclass
+class DecodeState(Lengths):
+    """The state of all layers for B rows of up to `max_length` positions."""
+
+    layers: list[KeyValueCache | DeltaState] = field(default_factory=list)
+    kernels: Kernels = field(default_factory=Kernels.reference)
+    window: int = 0  # positions of the open window
 
     def open(self, num_tokens: int) -> Tensor:
         """Opens a window of T positions, discarding one that was not committed. Returns positions [B, T]."""
@@ -72,24 +86,25 @@ class DecodeState:
                 "use a shorter prompt or a larger context"
             )
         self.window = num_tokens
-        return self.lengths_B[:, None] + torch.arange(num_tokens, device=self.lengths_B.device)
+        return self.ahead(num_tokens)
+
+    def mask(self) -> CacheMask:
+        """Of the open window."""
+        return CacheMask(self.lengths_B, self.window, self.bound + self.window, self.exact)
 
     def commit(self, n: int | Tensor) -> None:
-        """Makes the first n positions of the window permanent; 0 <= n <= T, one number or [B]."""
-        if isinstance(n, int):
-            assert 0 <= n <= self.window, f"commit({n}) of a window of {self.window}"
-            self.bound += n
-        else:
-            # on a GPU the exact bound would make the host wait
-            self.bound = self.bound + self.window if n.is_cuda else int((self.lengths_B + n).max())
+        """Makes the first n positions of the window permanent; 0 <= n <= T, one number or [B] on the device."""
+        assert not isinstance(n, int) or 0 <= n <= self.window, f"commit({n}) of a window of {self.window}"
         for layer in self.layers:
             if isinstance(layer, DeltaState):
-                layer.commit(n, self.kernels)
-        self.lengths_B = self.lengths_B + n
+                assert layer.window is not None
+                self.kernels.delta_commit(layer.window, n, layer.conv_BWC, layer.state_BHKV)
+                layer.window = None
+        self.advance(n, at_most=self.window)
         self.window = 0
 
     def select(self, rows: Tensor) -> None:
-        """Keeps the given rows (in that order): finished sequences leave a batch."""
+        """Keeps the given rows (in that order), in new tensors: finished sequences leave a batch."""
         assert self.window == 0
         self.lengths_B = self.lengths_B[rows]
         for layer in self.layers:
@@ -97,6 +112,16 @@ class DecodeState:
                 layer.conv_BWC, layer.state_BHKV = layer.conv_BWC[rows], layer.state_BHKV[rows]
             else:
                 layer.k_BSGD, layer.v_BSGD = layer.k_BSGD[rows], layer.v_BSGD[rows]
+
+    def reset(self) -> None:
+        """Back to no tokens, in place. Keys and values need no erasing: they are past every length."""
+        self.lengths_B.zero_()
+        self.know(0, exact=True)
+        for layer in self.layers:
+            if isinstance(layer, DeltaState):
+                layer.conv_BWC.zero_()
+                layer.state_BHKV.zero_()
+                layer.window = None
 
 
 def new_state(
@@ -124,8 +149,9 @@ def new_state(
         )
 
     return DecodeState(
-        layers=[layer(kind) for kind in config.layer_types],
         lengths_B=torch.zeros(batch_size, dtype=torch.long, device=device),
         max_length=max_length,
+        rotary=rotary_table(torch.arange(max_length, device=device), config.rotary_dim, config.rope_theta),
+        layers=[layer(kind) for kind in config.layer_types],
         kernels=kernels,
     )

@@ -4,13 +4,15 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.ops import attention, draft_attention, gated_delta, packed
-from twofold.ops.draft_attention import DraftMask
+from twofold.ops import attention, delta_window, draft_attention, packed
+from twofold.ops.attention import CacheMask
+from twofold.ops.draft_attention import ContextMask, DraftMask
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -56,10 +58,13 @@ class Kernels:
     """
 
     name: str
-    attention: Callable[..., Tensor]
+    # a pass with a decode state
+    cache_attention: Callable[[Tensor, Tensor, Tensor, CacheMask], Tensor]
+    context_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ContextMask], Tensor]
+    delta_pass: Callable[..., tuple[Tensor, Any]]
+    delta_commit: Callable[[Any, Tensor | int, Tensor, Tensor], None]
+    # a pass without
     draft_attention: Callable[[Tensor, Tensor, Tensor, DraftMask], Tensor]
-    gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow]]
-    commit_delta: Callable[..., Tensor]
     packed_attention: Callable[..., Tensor]
     packed_convolution: Callable[..., Tensor]
     packed_delta: Callable[..., Tensor]
@@ -69,10 +74,11 @@ class Kernels:
     def reference() -> "Kernels":
         return Kernels(
             name="reference",
-            attention=attention.attention,
+            cache_attention=attention.cache_attention,
+            context_attention=draft_attention.context_attention,
+            delta_pass=delta_window.delta_pass,
+            delta_commit=delta_window.delta_commit,
             draft_attention=draft_attention.draft_attention,
-            gated_delta=gated_delta.gated_delta,
-            commit_delta=gated_delta.commit_delta,
             packed_attention=packed.packed_attention,
             packed_convolution=packed.packed_convolution,
             packed_delta=packed.packed_delta,
