@@ -10,6 +10,7 @@ from twofold.ops.attention import CacheMask, attention
 from twofold.ops.draft_attention import ContextMask
 from twofold.ops.gated_delta import gated_delta_recurrent
 from twofold.ops.kernels import Kernels
+from twofold.ops.linear import Norm
 
 SETS = [Kernels.reference(), Kernels.cpu()]
 
@@ -20,7 +21,7 @@ SETS = [Kernels.reference(), Kernels.cpu()]
 def test_frozen_linear_is_a_product(kernels: Kernels, dtype: torch.dtype, outputs: int, width: int) -> None:
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, width, dtype=dtype)
-    linear = kernels.freeze_linear(weight)
+    linear = kernels.freeze_linear(weight, False)
     for shape in [(width,), (1, width), (2, 3, width), (16, width), (64, width), (65, width), (200, width)]:
         x = torch.randn(shape, dtype=dtype)
         y = linear(x)
@@ -30,10 +31,36 @@ def test_frozen_linear_is_a_product(kernels: Kernels, dtype: torch.dtype, output
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_is_fused_into_a_product(kernels: Kernels, gated: bool) -> None:
+    """norm before, silu(gate) * up and the residual after."""
+    torch.manual_seed(0)
+    weight, scale, x = torch.randn(520, 12), torch.rand(12), torch.randn(2, 3, 12)
+    linear = kernels.freeze_linear(weight, gated)
+    y = (x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * scale) @ weight.T
+    wanted = torch.nn.functional.silu(y[..., :260]) * y[..., 260:] if gated else y
+    residual = torch.randn(wanted.shape)
+    torch.testing.assert_close(linear(x, Norm(scale, 1e-5), residual), wanted + residual, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(linear(x, Norm(scale, 1e-5)), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
+def test_top1_is_the_lowest_of_the_best(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 8)
+    weight[[40, 7, 20]] = weight[0] + 9  # equal, and best for an x of their kind
+    x = torch.stack((weight[7], -weight[7], torch.randn(8)))[None]
+    best = kernels.top1(kernels.freeze_linear(weight, False), x)
+    assert best.shape == (1, 3)
+    assert best[0, 0] == 7
+    assert best[0].tolist() == (x @ weight.T).argmax(dim=-1)[0].tolist()
+
+
+@pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
 def test_frozen_linear_takes_inputs_that_are_not_contiguous(kernels: Kernels) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(9, 10), torch.randn(10, 5).T
-    torch.testing.assert_close(kernels.freeze_linear(weight)(x), x @ weight.T)
+    torch.testing.assert_close(kernels.freeze_linear(weight, False)(x), x @ weight.T)
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)

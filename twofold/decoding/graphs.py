@@ -1,8 +1,8 @@
 """A decode cycle captured as one CUDA graph, and read a cycle late.
 
 Replaying costs the host one call, so the device never waits for it: while cycle i + 1 runs, the host reads what cycle
-i gained. A stop that it finds there comes too late for cycle i + 1, whose tokens are dropped. On a device without graphs
-the same buffers go through the same function, call by call.
+i gained. A stop that it finds there comes too late for cycle i + 1, whose tokens are dropped. On a device without
+graphs the same buffers go through the same function, call by call.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from twofold.decoding.step import Accept, Cycle, Rows, agreed, decode_cycle, new_rows, prefill, until
+from twofold.decoding.step import Accept, Cycle, agreed, decode_cycle, new_rows, prefill, until
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
@@ -107,7 +107,8 @@ class CapturedCycle:
         assert len(self.rows.anchors_B) == 1
         if len(prompt_ids) + max_tokens > self.max_length:
             raise ValueError(
-                f"{len(prompt_ids)} + {max_tokens} tokens exceed a capacity of {self.max_length}; capture a larger cycle"
+                f"{len(prompt_ids)} + {max_tokens} tokens exceed a capacity of {self.max_length}; "
+                "capture a larger cycle"
             )
 
         def cycles() -> Iterator[Cycle]:

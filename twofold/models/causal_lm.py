@@ -34,8 +34,8 @@ class Layer(nn.Module):
 
     def forward(self, x_BTD: Tensor, place: Place, state: object) -> Tensor:
         mixer = self.self_attn if self.attends else self.linear_attn
-        x_BTD = x_BTD + mixer(self.input_layernorm(x_BTD), place, state)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        x_BTD = mixer(x_BTD, self.input_layernorm, place, state)
+        return self.mlp(x_BTD, self.post_attention_layernorm)
 
 
 class CausalLM(nn.Module):
@@ -100,6 +100,10 @@ class CausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [..., V] of the hidden states [..., D]."""
         return self.head(hidden)[0]
+
+    def top1(self, hidden: Tensor) -> Tensor:
+        """The token [...] of the best score of the hidden states [..., D], the lowest id among equals."""
+        return self.head.top1(hidden, self.kernels)
 
     def place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
         """What all layers of a pass share; it opens the state's window."""

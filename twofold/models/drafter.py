@@ -188,7 +188,7 @@ def _refuse_unknown(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Non
 
 
 class DraftAttention(nn.Module):
-    """Queries from the block, keys and values from context and block."""
+    """x + o_proj(attention) of norm(x): queries from the block, keys and values from context and block."""
 
     def __init__(self, config: DrafterConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -212,15 +212,15 @@ class DraftAttention(nn.Module):
         k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
         return rotate(self.k_norm(k), cos, sin), v
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
-        q, k, v = (self._heads(x) for x in self.block_inputs(x_BND))
+    def forward(self, x_BND: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
+        q, k, v = (self._heads(x) for x in self.block_inputs(x_BND, norm))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         if isinstance(mask, ContextMask):
             o = self.kernels.context_attention(q, k, v, *context, mask)
         else:
             k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
             o = attention(q, k, v, mask) if isinstance(mask, Tensor) else self.kernels.draft_attention(q, k, v, mask)
-        return self.output(o.flatten(-2))[0]
+        return self.output(o.flatten(-2), residual=x_BND)[0]
 
 
 class DraftLayer(nn.Module):
@@ -235,8 +235,8 @@ class DraftLayer(nn.Module):
         return self.self_attn.context(feature_BTD, cos, sin)
 
     def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
-        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
-        return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
+        x_BND = self.self_attn(x_BND, self.input_layernorm, cos, sin, context, mask)
+        return self.mlp(x_BND, self.post_attention_layernorm)
 
 
 @dataclass
@@ -325,6 +325,12 @@ class Drafter(nn.Module):
         are given and there is a Markov head."""
         scores = target.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
         return scores if self.markov_head is None or previous is None else self.markov_head(scores, previous)
+
+    def top1(self, target: CausalLM, hidden: Tensor) -> Tensor:
+        """The token [...] with the best of `scores`, where no Markov head has a say."""
+        if self.draft_head is None:
+            return target.top1(hidden)
+        return self.draft_head.top1(hidden, self.kernels)
 
     def new_state(self, batch_size: int, max_length: int) -> DraftState:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)

@@ -15,7 +15,7 @@ from twofold.ops.attention import CacheMask
 from twofold.ops.delta_window import decay_and_strength
 from twofold.ops.documents import Documents
 from twofold.ops.kernels import Kernels
-from twofold.ops.norms import gated_rms_norm, rotate
+from twofold.ops.norms import rotate
 
 
 class Place(NamedTuple):
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class Attention(nn.Module):
-    """o_proj(attention(q, k, v) * sigmoid(gate)), with QK-norm and gate where the family has them."""
+    """x + o_proj(attention(q, k, v) * sigmoid(gate)) of norm(x), with QK-norm and gate where the family has them."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -51,8 +51,9 @@ class Attention(nn.Module):
         self.inputs = Projections(self, "q_proj", "k_proj", "v_proj")
         self.output = Projections(self, "o_proj")
 
-    def forward(self, x_BTD: Tensor, place: Place, cache: KeyValueCache | None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True))
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, place: Place, cache: KeyValueCache | None) -> Tensor:
+        projected = self.inputs(x_BTD, norm)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(projected, self._heads, strict=True))
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
         q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)
@@ -65,7 +66,7 @@ class Attention(nn.Module):
             o = self.kernels.cache_attention(q, cache.k_BSGD, cache.v_BSGD, place.mask)
         if self.output_gate:
             o = o * gate.sigmoid()
-        return self.output(o.flatten(-2))[0]
+        return self.output(o.flatten(-2), residual=x_BTD)[0]
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -73,8 +74,8 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)); the rule is in `ops.gated_delta`, decay and
-    strength in `ops.delta_window`."""
+    """x + out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)) of norm(x); the rule is in `ops.gated_delta`,
+    decay and strength in `ops.delta_window`."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -97,8 +98,8 @@ class GatedDeltaNet(nn.Module):
         self.inputs = Projections(self, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         self.output = Projections(self, "out_proj")
 
-    def forward(self, x_BTD: Tensor, place: Place, state: DeltaState | None) -> Tensor:
-        qkv_BTC, z, b, a = self.inputs(x_BTD)
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, place: Place, state: DeltaState | None) -> Tensor:
+        qkv_BTC, z, b, a = self.inputs(x_BTD, norm)
         weight_CW = self.conv1d.weight.squeeze(1)
         if state is None:
             mixed = self.kernels.packed_convolution(qkv_BTC, weight_CW, place.documents)
@@ -115,4 +116,5 @@ class GatedDeltaNet(nn.Module):
                 qkv_BTC, a, b, weight_CW, self.A_log, self.dt_bias, state.conv_BWC, state.state_BHKV
             )
         z = z.unflatten(-1, (self.num_value_heads, -1))
-        return self.output(gated_rms_norm(o, z, self.norm.weight, self.eps).flatten(-2))[0]
+        normed = self.kernels.gated_rms_norm(o, z, self.norm.weight, self.eps)
+        return self.output(normed.flatten(-2), residual=x_BTD)[0]

@@ -7,54 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.ops import attention, delta_window, draft_attention, packed
+from twofold.ops import attention, delta_window, draft_attention, linear, norms, packed
 from twofold.ops.attention import CacheMask
 from twofold.ops.draft_attention import ContextMask, DraftMask
-
-Linear = Callable[[Tensor], Tensor]
-
-
-def _dense_linear(weight_NK: Tensor) -> Linear:
-    return lambda x: F.linear(x, weight_NK)
-
-
-FEW_ROWS = 64
-
-
-def _cpu_linear(weight_NK: Tensor) -> Linear:
-    """y = x W^T. At up to `FEW_ROWS` rows PyTorch's own product spends most of its time on a weight laid out in rows:
-    a wide weight is laid out once in oneDNN's blocks, a narrow one multiplied from the left, W x^T.
-
-    oneDNN's product has no gradient, so autograd takes PyTorch's.
-    """
-    able = weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if not able or len(weight_NK) < 512:
-        return lambda x: _left_product(x, weight_NK)
-    blocked = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach().contiguous(), 8)
-
-    def apply(x: Tensor) -> Tensor:
-        if x.requires_grad or x.numel() // x.shape[-1] > FEW_ROWS:
-            return F.linear(x, weight_NK)
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
-
-    return apply
-
-
-def _left_product(x: Tensor, weight_NK: Tensor) -> Tensor:
-    if not 1 < x.numel() // x.shape[-1] <= FEW_ROWS:
-        return F.linear(x, weight_NK)
-    return (weight_NK @ x.flatten(0, -2).T).T.view(*x.shape[:-1], -1)
+from twofold.ops.linear import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """One implementation for each operation; the signatures are those of the reference functions.
 
-    `freeze_linear(weight [N, K]) -> (x [..., K] -> x W^T)` may lay the weight out anew; it is called once when a
-    model's weights stop changing.
+    `freeze_linear(weight [N, K], gated)` may lay the weight out anew; it is called once when a model's weights stop
+    changing. `freeze_packed(q int8 [N, K], scale [N, G], zero [N, G] or None, bits, gated)` does so for integers; where
+    it is None, or returns None for a weight that it does not serve, packed layers are laid out dense.
     """
 
     name: str
@@ -68,7 +35,12 @@ class Kernels:
     packed_attention: Callable[..., Tensor]
     packed_convolution: Callable[..., Tensor]
     packed_delta: Callable[..., Tensor]
-    freeze_linear: Callable[[Tensor], Linear]
+    # of frozen weights
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    freeze_linear: Callable[[Tensor, bool], Linear]
+    freeze_packed: Callable[[Tensor, Tensor, Tensor | None, int, bool], Linear | None] | None
+    top1: Callable[[Linear, Tensor], Tensor]
 
     @staticmethod
     def reference() -> "Kernels":
@@ -82,12 +54,16 @@ class Kernels:
             packed_attention=packed.packed_attention,
             packed_convolution=packed.packed_convolution,
             packed_delta=packed.packed_delta,
-            freeze_linear=_dense_linear,
+            rms_norm=norms.rms_norm,
+            gated_rms_norm=norms.gated_rms_norm,
+            freeze_linear=linear.dense_linear,
+            freeze_packed=None,
+            top1=linear.top1,
         )
 
     @staticmethod
     def cpu() -> "Kernels":
-        return replace(Kernels.reference(), name="cpu", freeze_linear=_cpu_linear)
+        return replace(Kernels.reference(), name="cpu", freeze_linear=linear.cpu_linear)
 
     @staticmethod
     def cuda() -> "Kernels":
