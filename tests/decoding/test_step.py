@@ -19,6 +19,7 @@ from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, p
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter, DrafterConfig, DraftState
 from twofold.models.state import DecodeState, KeyValueCache
+from twofold.ops.cache import CachePlace
 from twofold.ops.sampling import Sampling
 
 BLOCK = SHAPE.block_size
@@ -155,18 +156,14 @@ def test_positions_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
 
     features: list[list[int]] = []
     blocks: list[list[int]] = []
-    contexts, forward = Drafter.contexts, Drafter.forward
+    ahead = DraftState.ahead
 
-    def contexts_at(self: Drafter, taps: list[Tensor], positions: Tensor, rotary: object) -> object:
-        features.append(positions[0].tolist())
-        return contexts(self, taps, positions, rotary)  # type: ignore[arg-type]
+    def recorded(self: DraftState, num_tokens: int, *, causal: bool = True, window: int | None = None) -> CachePlace:
+        place = ahead(self, num_tokens, causal=causal, window=window)
+        (features if causal else blocks).append(place.positions_BT[0].tolist())
+        return place
 
-    def forward_at(self: Drafter, x: Tensor, positions: Tensor, *rest: object) -> Tensor:
-        blocks.append(positions[0].tolist())
-        return forward(self, x, positions, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Drafter, "contexts", contexts_at)
-    monkeypatch.setattr(Drafter, "forward", forward_at)
+    monkeypatch.setattr(DraftState, "ahead", recorded)
     wanted = oracle.plain(target, asked, 40)
     with monkeypatch.context() as patch:
         oracle.install(patch, asked, wanted, repeat(3))

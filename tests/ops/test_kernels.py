@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from twofold.ops import draft_attention
-from twofold.ops.attention import CacheMask, attention
-from twofold.ops.draft_attention import ContextMask
+from twofold.ops.attention import attention
+from twofold.ops.cache import CachePlace
 from twofold.ops.gated_delta import gated_delta_recurrent
 from twofold.ops.kernels import Kernels
 from twofold.ops.linear import Norm
+from twofold.ops.norms import rms_norm, rotary_table, rotate
 
 SETS = [Kernels.reference(), Kernels.cpu()]
 
@@ -63,47 +64,82 @@ def test_frozen_linear_takes_inputs_that_are_not_contiguous(kernels: Kernels) ->
     torch.testing.assert_close(kernels.freeze_linear(weight, False)(x), x @ weight.T)
 
 
+ROTARY = rotary_table(torch.arange(90), 4, 10_000.0)
+
+
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("num_tokens", [1, 5, 67])
-def test_attention_over_a_cache_is_attention_over_the_rows_own_keys(kernels: Kernels, num_tokens: int) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_attention_over_a_cache_is_attention_over_the_rows_own_keys(
+    kernels: Kernels, num_tokens: int, causal: bool, gated: bool
+) -> None:
     torch.manual_seed(num_tokens)
     lengths, capacity = [0, 13], 90
     q = torch.randn(2, num_tokens, 6, 8)
     k, v = torch.randn(2, capacity, 2, 8), torch.randn(2, capacity, 2, 8)
-    for num_keys in (13 + num_tokens, capacity):  # what lies past a row's queries must not matter
-        mask = CacheMask(torch.tensor(lengths), num_tokens, num_keys, exact=False)
-        o = kernels.cache_attention(q, k, v, mask)
+    gate = torch.randn(q.shape) if gated else None
+    for num_keys in (13 + num_tokens, capacity):  # what lies past a row's tokens must not matter
+        place = CachePlace(torch.tensor(lengths), num_tokens, num_keys, False, ROTARY, causal)
+        o = kernels.cache_attention(q, k, v, place, gate)
         for row, length in enumerate(lengths):
             own = slice(0, length + num_tokens)
-            visible = torch.ones(num_tokens, length + num_tokens, dtype=torch.bool).tril(length)
+            visible = torch.ones(num_tokens, length + num_tokens, dtype=torch.bool)
+            visible = visible.tril(length) if causal else visible
             wanted = attention(q[row : row + 1], k[row : row + 1, own], v[row : row + 1, own], visible[None])
+            wanted = wanted if gate is None else wanted * gate[row : row + 1].sigmoid()
             torch.testing.assert_close(o[row : row + 1], wanted)
     for length in (0, 13):
-        exact = CacheMask(torch.tensor([length] * 2), num_tokens, length + num_tokens, exact=True)
-        same = CacheMask(torch.tensor([length] * 2), num_tokens, capacity, exact=False)
+        lengths_B, num_keys = torch.tensor([length] * 2), length + num_tokens
+        exact = CachePlace(lengths_B, num_tokens, num_keys, True, ROTARY, causal)
+        same = CachePlace(lengths_B, num_tokens, capacity, False, ROTARY, causal)
         torch.testing.assert_close(kernels.cache_attention(q, k, v, exact), kernels.cache_attention(q, k, v, same))
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("window", [None, 5, 6, 12, 13, 14, 40])
-def test_attention_over_a_context_by_brute_force(kernels: Kernels, window: int | None) -> None:
-    """Block of 5 at L: query t sees cached positions j < L with j > L + t - W, and the block."""
+@pytest.mark.parametrize("window", [5, 6, 12, 13, 14, 40])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_over_a_cache_by_brute_force(kernels: Kernels, window: int, causal: bool) -> None:
+    """Pass of 5 at L: token t sees positions j > L + t - W, up to its own or up to the end of the pass."""
     torch.manual_seed(0)
     lengths, capacity, block = [0, 3, 13], 30, 5
-    q, k, v = (torch.randn(3, block, heads, 8) for heads in (6, 2, 2))
-    cached_k, cached_v = torch.randn(3, capacity, 2, 8), torch.randn(3, capacity, 2, 8)
-    for num_keys in (13, capacity - block):
-        mask = ContextMask(torch.tensor(lengths), block, num_keys, window)
-        o = kernels.context_attention(q, k, v, cached_k, cached_v, mask)
+    q = torch.randn(3, block, 6, 8)
+    k, v = torch.randn(3, capacity, 2, 8), torch.randn(3, capacity, 2, 8)
+    for num_keys in (13 + block, capacity):
+        o = kernels.cache_attention(
+            q, k, v, CachePlace(torch.tensor(lengths), block, num_keys, False, ROTARY, causal, window)
+        )
         for row, length in enumerate(lengths):
             for t in range(block):
-                first = 0 if window is None else max(0, length + t - window + 1)
-                keys, values = (
-                    torch.cat((x[row, first : max(first, length)], y[row])).repeat_interleave(3, dim=1)
-                    for x, y in ((cached_k, k), (cached_v, v))
-                )
+                seen = slice(max(0, length + t - window + 1), length + (t + 1 if causal else block))
+                keys, values = (x[row, seen].repeat_interleave(3, dim=1) for x in (k, v))
                 weight = (torch.einsum("hd,shd->hs", q[row, t], keys) / 8**0.5).softmax(dim=-1)
                 torch.testing.assert_close(o[row, t], torch.einsum("hs,shd->hd", weight, values), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("normed", [True, False])
+def test_keys_are_stored_normed_and_rotated_at_their_positions(kernels: Kernels, normed: bool) -> None:
+    torch.manual_seed(0)
+    lengths, capacity, num_tokens = [0, 13], 30, 5
+    q, k, v = (torch.randn(2, num_tokens, heads, 8) for heads in (6, 2, 2))
+    old_k, old_v = torch.randn(2, capacity, 2, 8), torch.randn(2, capacity, 2, 8)
+    norms = [Norm(torch.rand(8), 1e-5) if normed else None for _ in range(2)]
+    place = CachePlace(torch.tensor(lengths), num_tokens, 18, False, ROTARY)
+    new_k, new_v = old_k.clone(), old_v.clone()
+    turned = kernels.store_keys(q, k, v, *norms, place, new_k, new_v)
+    assert turned is not None
+    assert kernels.store_keys(None, k, v, None, norms[1], place, old_k.clone(), old_v.clone()) is None
+    for row, length in enumerate(lengths):
+        own = torch.arange(length, length + num_tokens)
+        cos, sin = (x[own][None] for x in ROTARY)
+        for x, norm, got in ((q, norms[0], turned[row]), (k, norms[1], new_k[row, own])):
+            y = x[row] if norm is None else rms_norm(x[row], *norm)
+            torch.testing.assert_close(got, rotate(y[None], cos, sin)[0])
+        assert torch.equal(new_v[row, own], v[row])
+        others = torch.ones(capacity, dtype=torch.bool).index_fill(0, own, False)
+        assert torch.equal(new_k[row, others], old_k[row, others])
+        assert torch.equal(new_v[row, others], old_v[row, others])
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)

@@ -111,7 +111,7 @@ def decode_cycle(
 
     # verify: the target's own choice after every token of the block
     hidden, taps = target(block_BN, state=state, taps=taps_wanted)
-    positions_BN = state.ahead(num_tokens) + 1
+    positions_BN = state.ahead(num_tokens).positions_BT + 1
     logits = None
     if sampling.temperature == 0 and not scores:
         chosen_BN = target.top1(hidden)
@@ -141,7 +141,7 @@ def draft(target: CausalLM, drafter: Drafter | None, rows: Rows, sampling: Sampl
     block_BN = torch.full((len(rows.anchors_B), num_tokens), drafter.config.mask_token_id, device=device)
     block_BN[:, 0] = rows.anchors_B
     hidden = drafter.draft(rows.draft_state, target.embed_tokens(block_BN))
-    positions_BN = rows.state.ahead(num_tokens - 1) + 1
+    positions_BN = rows.state.ahead(num_tokens - 1).positions_BT + 1
     if sampling.temperature == 0 and drafter.markov_head is None:
         block_BN[:, 1:] = drafter.top1(target, hidden[:, 1:])
         return block_BN

@@ -108,16 +108,12 @@ class CausalLM(nn.Module):
     def place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
         """What all layers of a pass share; it opens the state's window."""
         batch, num_tokens = token_ids_BT.shape
-        documents = None
-        if state is None:
-            if positions_BT is None:
-                positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
-            else:
-                documents = Documents(document_ids(positions_BT))
-        else:
+        if state is not None:
             assert positions_BT is None, "with a state, positions follow from its lengths"
-            positions_BT = state.open(num_tokens)
-            cos_SR, sin_SR = state.rotary
-            return Place(positions_BT, cos_SR[positions_BT], sin_SR[positions_BT], mask=state.mask())
-        cos, sin = rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta)
-        return Place(positions_BT, cos, sin, documents)
+            return Place(cache=state.open(num_tokens))
+        documents = None
+        if positions_BT is None:
+            positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
+        else:
+            documents = Documents(document_ids(positions_BT))
+        return Place(rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta), documents)

@@ -26,13 +26,13 @@ from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.markov_head import MarkovHead
 from twofold.models.state import KeyValueCache, Lengths
 from twofold.ops.attention import attention
-from twofold.ops.draft_attention import ContextMask, DraftMask
+from twofold.ops.cache import CachePlace
+from twofold.ops.draft_attention import DraftMask
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table, rotate
 
 KeyValue = tuple[Tensor, Tensor]
-Rotary = tuple[Tensor, Tensor]  # cos and sin, [..., R]
-Seen = Tensor | DraftMask | ContextMask  # a plain mask is [B, N, S + N]
+Seen = Tensor | DraftMask  # a plain mask is [B, N, S + N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,24 +202,25 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
         self.block_inputs = Projections(self, "q_proj", "k_proj", "v_proj")
-        self.context_inputs = Projections(self, "k_proj", "v_proj")
         self.output = Projections(self, "o_proj")
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
-        return rotate(self.k_norm(k), cos, sin), v
-
     def forward(self, x_BND: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
-        q, k, v = (self._heads(x) for x in self.block_inputs(x_BND, norm))
+        """In training: beside the keys and values of the context."""
+        q, k, v = (self.heads(x) for x in self.block_inputs(x_BND, norm))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        if isinstance(mask, ContextMask):
-            o = self.kernels.context_attention(q, k, v, *context, mask)
-        else:
-            k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
-            o = attention(q, k, v, mask) if isinstance(mask, Tensor) else self.kernels.draft_attention(q, k, v, mask)
+        k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
+        o = attention(q, k, v, mask) if isinstance(mask, Tensor) else self.kernels.draft_attention(q, k, v, mask)
+        return self.output(o.flatten(-2), residual=x_BND)[0]
+
+    def draft(self, x_BND: Tensor, norm: RMSNorm, place: CachePlace, cache: KeyValueCache) -> Tensor:
+        """In decoding: the block's keys and values stand in the cache behind the context until it grows over them."""
+        q, k, v = (self.heads(x) for x in self.block_inputs(x_BND, norm))
+        keys = (cache.k_BSGD, cache.v_BSGD)
+        q = self.kernels.store_keys(q, k, v, self.q_norm.scale(), self.k_norm.scale(), place, *keys)
+        o = self.kernels.cache_attention(q, *keys, place)
         return self.output(o.flatten(-2), residual=x_BND)[0]
 
 
@@ -231,11 +232,12 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
 
-    def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        return self.self_attn.context(feature_BTD, cos, sin)
-
     def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
         x_BND = self.self_attn(x_BND, self.input_layernorm, cos, sin, context, mask)
+        return self.mlp(x_BND, self.post_attention_layernorm)
+
+    def draft(self, x_BND: Tensor, place: CachePlace, cache: KeyValueCache) -> Tensor:
+        x_BND = self.self_attn.draft(x_BND, self.input_layernorm, place, cache)
         return self.mlp(x_BND, self.post_attention_layernorm)
 
 
@@ -279,6 +281,8 @@ class Drafter(nn.Module):
         self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
         self.draft_head: DraftHead | None = None  # in place of the target's
         self.feature = Projections(self, "fc")
+        names = [f"layers.{i}.self_attn.{part}" for i in range(config.num_layers) for part in ("k_proj", "v_proj")]
+        self.context_inputs = Projections(self, *names)  # one product: all layers see the same context
 
     @property
     def device(self) -> torch.device:
@@ -293,29 +297,24 @@ class Drafter(nn.Module):
         freeze(self, self.kernels, self.norm.weight.dtype)
         return self.eval()
 
-    def _table(self, positions: Tensor, rotary: Rotary | None = None) -> Rotary:
-        """cos and sin, looked up in the table of all positions where there is one."""
-        if rotary is not None:
-            return rotary[0][positions], rotary[1][positions]
+    def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_table(positions, self.config.head_dim, self.config.rope_theta)
 
-    def contexts(self, taps: Sequence[Tensor], positions_BT: Tensor, rotary: Rotary | None = None) -> list[KeyValue]:
-        """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
+    def _projected(self, taps: Sequence[Tensor]) -> list[KeyValue]:
+        """Keys and values [B, T, G, head_dim] of every layer, neither normed nor rotated."""
         feature = self.hidden_norm(self.feature(torch.cat(list(taps), dim=-1))[0])
-        cos, sin = self._table(positions_BT, rotary)
-        return [layer.context(feature, cos, sin) for layer in self._layers]
+        parts = [x.unflatten(-1, (-1, self.config.head_dim)) for x in self.context_inputs(feature)]
+        return list(zip(parts[::2], parts[1::2], strict=True))
 
-    def forward(
-        self,
-        x_BND: Tensor,
-        positions_BN: Tensor,
-        contexts: Sequence[KeyValue],
-        mask: Seen,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
-        """Hidden states [B, N, D] for the head; the mask covers context and block keys. With a
-        `ContextMask`, contexts are whole caches."""
-        cos, sin = self._table(positions_BN, rotary)
+    def contexts(self, taps: Sequence[Tensor], positions_BT: Tensor) -> list[KeyValue]:
+        """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
+        cos, sin = self._table(positions_BT)
+        projected = zip(self._layers, self._projected(taps), strict=True)
+        return [(rotate(layer.self_attn.k_norm(k), cos, sin), v) for layer, (k, v) in projected]
+
+    def forward(self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Seen) -> Tensor:
+        """Hidden states [B, N, D] for the head; the mask covers context and block keys, [B, N, S + N]."""
+        cos, sin = self._table(positions_BN)
         for layer, context in zip(self.layers, contexts, strict=True):
             x_BND = layer(x_BND, cos, sin, context, mask)
         return self.norm(x_BND)
@@ -347,18 +346,19 @@ class Drafter(nn.Module):
         stay on the device: all T are written then, and those past the new lengths are no part of the context."""
         if isinstance(n, int):
             taps = [tap[:, :n] for tap in taps]
-        num_new = taps[0].shape[1]
-        positions_BT = state.ahead(num_new)
-        for cache, (k, v) in zip(state.caches, self.contexts(taps, positions_BT, state.rotary), strict=True):
-            cache.write(positions_BT, k, v)
-        state.advance(n, at_most=num_new)
+        place = state.ahead(taps[0].shape[1])
+        for layer, cache, (k, v) in zip(self._layers, state.caches, self._projected(taps), strict=True):
+            norm = layer.self_attn.k_norm.scale()
+            self.kernels.store_keys(None, k, v, None, norm, place, cache.k_BSGD, cache.v_BSGD)
+        state.advance(n, at_most=place.num_tokens)
 
-    def draft(self, state: DraftState, block_BND: Tensor) -> Tensor:
+    def draft(self, state: DraftState, x_BND: Tensor) -> Tensor:
         """Hidden states [B, N, D] for a block (anchor and masks, embedded) that follows the context."""
-        num_tokens = block_BND.shape[1]
-        contexts = [(cache.k_BSGD, cache.v_BSGD) for cache in state.caches]
-        mask = ContextMask(state.lengths_B, num_tokens, state.bound, self.config.sliding_window)
-        return self(block_BND, state.ahead(num_tokens), contexts, mask, state.rotary)
+        place = state.ahead(x_BND.shape[1], causal=False, window=self.config.sliding_window)
+        for layer, cache in zip(self._layers, state.caches, strict=True):
+            x_BND = layer.draft(x_BND, place, cache)
+        hidden: Tensor = self.norm(x_BND)
+        return hidden
 
     def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> DraftMask:
         """For blocks at the anchors (indices in the row) of packed rows."""

@@ -28,6 +28,10 @@ class RMSNorm(nn.Module):
         self.frozen = Norm(self.weight.detach() + self.offset, self.eps)
         self.kernel = kernels.rms_norm
 
+    def scale(self) -> Norm:
+        """The weight with its offset, and eps."""
+        return self.frozen or Norm(self.weight + self.offset, self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.frozen is not None:
             return self.kernel(x, *self.frozen)

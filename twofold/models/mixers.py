@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from twofold.models.config import ModelConfig
 from twofold.models.layers import Projections, RMSNorm
 from twofold.models.state import DeltaState, KeyValueCache
-from twofold.ops.attention import CacheMask
+from twofold.ops.cache import CachePlace
 from twofold.ops.delta_window import decay_and_strength
 from twofold.ops.documents import Documents
 from twofold.ops.kernels import Kernels
@@ -21,11 +21,9 @@ from twofold.ops.norms import rotate
 class Place(NamedTuple):
     """Where a pass stands: the same for all layers, computed once."""
 
-    positions_BT: Tensor
-    cos_BTR: Tensor
-    sin_BTR: Tensor
-    documents: Documents | None = None  # of a pass without a state; None: each row is one
-    mask: CacheMask | None = None  # of a pass with a state
+    rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, T, R], of a pass without a state
+    documents: Documents | None = None  # of such a pass; None: each row is one
+    cache: CachePlace | None = None  # of a pass with a state
 
 
 class Attention(nn.Module):
@@ -54,18 +52,16 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, norm: RMSNorm, place: Place, cache: KeyValueCache | None) -> Tensor:
         projected = self.inputs(x_BTD, norm)
         q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(projected, self._heads, strict=True))
-        if self.output_gate:
-            q, gate = q.chunk(2, dim=-1)
-        q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)
-        k = rotate(self.k_norm(k), place.cos_BTR, place.sin_BTR)
+        q, gate = q.chunk(2, dim=-1) if self.output_gate else (q, None)
         if cache is None:
+            assert place.rotation is not None
+            q, k = rotate(self.q_norm(q), *place.rotation), rotate(self.k_norm(k), *place.rotation)
             o = self.kernels.packed_attention(q, k, v, place.documents)
+            o = o if gate is None else o * gate.sigmoid()
         else:
-            assert place.mask is not None
-            cache.write(place.positions_BT, k, v)
-            o = self.kernels.cache_attention(q, cache.k_BSGD, cache.v_BSGD, place.mask)
-        if self.output_gate:
-            o = o * gate.sigmoid()
+            norms = (norm.scale() if isinstance(norm, RMSNorm) else None for norm in (self.q_norm, self.k_norm))
+            q = self.kernels.store_keys(q, k, v, *norms, place.cache, cache.k_BSGD, cache.v_BSGD)
+            o = self.kernels.cache_attention(q, cache.k_BSGD, cache.v_BSGD, place.cache, gate)
         return self.output(o.flatten(-2), residual=x_BTD)[0]
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twofold.models.config import LINEAR, ModelConfig
-from twofold.ops.attention import CacheMask
+from twofold.ops.cache import CachePlace
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table
 
@@ -26,11 +26,6 @@ class KeyValueCache:
 
     k_BSGD: Tensor
     v_BSGD: Tensor
-
-    def write(self, positions_BT: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
-        rows = torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
-        self.k_BSGD.index_put_((rows, positions_BT), k_BTGD.to(self.k_BSGD.dtype))
-        self.v_BSGD.index_put_((rows, positions_BT), v_BTGD.to(self.v_BSGD.dtype))
 
 
 @dataclass
@@ -56,9 +51,10 @@ class Lengths:
     bound: int = 0
     exact: bool = True
 
-    def ahead(self, num_tokens: int) -> Tensor:
-        """[B, T]: the positions that follow."""
-        return self.lengths_B[:, None] + torch.arange(num_tokens, device=self.lengths_B.device)
+    def ahead(self, num_tokens: int, *, causal: bool = True, window: int | None = None) -> CachePlace:
+        """Where a pass over the next T positions stands."""
+        num_keys = self.bound + num_tokens
+        return CachePlace(self.lengths_B, num_tokens, num_keys, self.exact, self.rotary, causal, window)
 
     def advance(self, n: int | Tensor, at_most: int) -> None:
         self.lengths_B.add_(n)
@@ -78,8 +74,8 @@ class DecodeState(Lengths):
     kernels: Kernels = field(default_factory=Kernels.reference)
     window: int = 0  # positions of the open window
 
-    def open(self, num_tokens: int) -> Tensor:
-        """Opens a window of T positions, discarding one that was not committed. Returns positions [B, T]."""
+    def open(self, num_tokens: int) -> CachePlace:
+        """Opens a window of T positions, discarding one that was not committed."""
         if self.bound + num_tokens > self.max_length:
             raise ValueError(
                 f"{self.bound} + {num_tokens} positions exceed the context of {self.max_length}; "
@@ -87,10 +83,6 @@ class DecodeState(Lengths):
             )
         self.window = num_tokens
         return self.ahead(num_tokens)
-
-    def mask(self) -> CacheMask:
-        """Of the open window."""
-        return CacheMask(self.lengths_B, self.window, self.bound + self.window, self.exact)
 
     def commit(self, n: int | Tensor) -> None:
         """Makes the first n positions of the window permanent; 0 <= n <= T, one number or [B] on the device."""

@@ -1,12 +1,5 @@
-"""Softmax attention with grouped keys, over given keys or over a cache.
+"""Softmax attention with grouped keys. B batch, T queries, S keys, H query heads, G key heads, D head width."""
 
-B batch, T queries, S keys, H query heads, G key heads, D head width.
-"""
-
-from dataclasses import dataclass
-from functools import cached_property
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,43 +20,3 @@ def attention(
         grouped = False
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return o.transpose(1, 2)
-
-
-def cache_mask(positions_BT: Tensor, num_keys: int) -> Tensor:
-    """[B, T, S]: query at position p sees the cached positions 0..p."""
-    return torch.arange(num_keys, device=positions_BT.device) <= positions_BT[..., None]
-
-
-@dataclass(frozen=True)
-class CacheMask:
-    """Query t of row b stands at lengths[b] + t, and sees the cached positions up to its own.
-
-    `num_keys` is what the host knows: no row's last query stands at num_keys or later. With `exact`, every row's last
-    query stands right before it.
-    """
-
-    lengths_B: Tensor
-    num_queries: int
-    num_keys: int
-    exact: bool
-
-    @property
-    def causal(self) -> bool:
-        """Whether the cache holds nothing but the queries' own positions."""
-        return self.exact and self.num_keys == self.num_queries
-
-    @cached_property
-    def dense(self) -> Tensor | None:
-        """[B, T, S], true where a query sees a key; None where all are seen."""
-        if self.exact and self.num_queries == 1:
-            return None
-        steps_T = torch.arange(self.num_queries, device=self.lengths_B.device)
-        return cache_mask(self.lengths_B[:, None] + steps_T, self.num_keys)
-
-
-def cache_attention(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: CacheMask) -> Tensor:
-    """`attention` over a cache of S >= mask.num_keys positions that has the queries' own keys already."""
-    k_BSGD, v_BSGD = k_BSGD[:, : mask.num_keys], v_BSGD[:, : mask.num_keys]
-    if mask.causal and mask.num_queries > 1:
-        return attention(q_BTHD, k_BSGD, v_BSGD, causal=True)
-    return attention(q_BTHD, k_BSGD, v_BSGD, mask.dense)

@@ -1,8 +1,7 @@
-"""Attention of draft blocks: what a block may see, in training as a law that gives a mask or a sparse kernel, and in
-decoding over cached context.
+"""Attention of draft blocks in training: what a block may see, as a law that gives a mask or a sparse kernel.
 
 B rows, A blocks a row of K tokens each, N = A * K queries, T tokens of context, S = T + N keys, H query heads,
-G key heads, D head width. In decoding a row has one block, and C positions of its cache are looked at.
+G key heads, D head width.
 """
 
 import functools
@@ -78,54 +77,6 @@ class DraftMask:
 def draft_attention(q_BNHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: DraftMask) -> Tensor:
     """`attention` under the mask; the reference."""
     return attention(q_BNHD, k_BSGD, v_BSGD, mask.dense)
-
-
-@dataclass(frozen=True)
-class ContextMask:
-    """In decoding: row b's block stands at lengths[b], its context is what is cached before. Its tokens see that,
-    inside the window where there is one, and one another. `num_keys` is what the host knows: no context is longer."""
-
-    lengths_B: Tensor
-    block_size: int
-    num_keys: int
-    window: int | None = None
-
-    @property
-    def slides(self) -> bool:
-        """Whether only the window's W - 1 positions before the block are looked at, wherever it stands."""
-        return self.window is not None and self.num_keys >= self.window
-
-    @cached_property
-    def looked_at(self) -> Tensor:
-        """[B, C]: positions of the cache; those below 0 are not there."""
-        if self.window is not None and self.slides:
-            steps_C = torch.arange(1 - self.window, 0, device=self.lengths_B.device)
-            return self.lengths_B[:, None] + steps_C
-        return torch.arange(self.num_keys, device=self.lengths_B.device).expand(len(self.lengths_B), -1)
-
-    @cached_property
-    def dense(self) -> Tensor:
-        """[B, N, C + N], true where a query sees a key: the positions `looked_at`, then the block's."""
-        device = self.lengths_B.device
-        anchors = self.lengths_B[:, None, None]
-        positions = anchors + torch.arange(self.block_size, device=device)[:, None]
-        keys = self.looked_at[:, None]
-        context = sees_context(keys, positions, anchors, self.window) & (keys >= 0)
-        block = torch.ones(len(anchors), self.block_size, self.block_size, dtype=torch.bool, device=device)
-        return torch.cat((context.expand(-1, self.block_size, -1), block), dim=-1)
-
-
-def context_attention(
-    q_BNHD: Tensor, k_BNGD: Tensor, v_BNGD: Tensor, cached_k_BSGD: Tensor, cached_v_BSGD: Tensor, mask: ContextMask
-) -> Tensor:
-    """`attention` of one block a row over cached context and block; the reference."""
-    contexts = (cached_k_BSGD, cached_v_BSGD)
-    if mask.slides:
-        rows_B1, keys_BC = torch.arange(len(q_BNHD), device=q_BNHD.device)[:, None], mask.looked_at.clamp(min=0)
-        k, v = (torch.cat((x[rows_B1, keys_BC], y), dim=1) for x, y in zip(contexts, (k_BNGD, v_BNGD), strict=True))
-    else:
-        k, v = (torch.cat((x[:, : mask.num_keys], y), dim=1) for x, y in zip(contexts, (k_BNGD, v_BNGD), strict=True))
-    return attention(q_BNHD, k, v, mask.dense)
 
 
 @functools.cache

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twofold.ops import attention, delta_window, draft_attention, linear, norms, packed
-from twofold.ops.attention import CacheMask
-from twofold.ops.draft_attention import ContextMask, DraftMask
+from twofold.ops import cache, delta_window, draft_attention, linear, norms, packed
+from twofold.ops.draft_attention import DraftMask
 from twofold.ops.linear import Linear
 
 
@@ -26,8 +25,8 @@ class Kernels:
 
     name: str
     # a pass with a decode state
-    cache_attention: Callable[[Tensor, Tensor, Tensor, CacheMask], Tensor]
-    context_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ContextMask], Tensor]
+    store_keys: Callable[..., Any]
+    cache_attention: Callable[..., Tensor]
     delta_pass: Callable[..., tuple[Tensor, Any]]
     delta_commit: Callable[[Any, Tensor | int, Tensor, Tensor], None]
     # a pass without
@@ -46,8 +45,8 @@ class Kernels:
     def reference() -> "Kernels":
         return Kernels(
             name="reference",
-            cache_attention=attention.cache_attention,
-            context_attention=draft_attention.context_attention,
+            store_keys=cache.store_keys,
+            cache_attention=cache.cache_attention,
             delta_pass=delta_window.delta_pass,
             delta_commit=delta_window.delta_commit,
             draft_attention=draft_attention.draft_attention,
