@@ -1,7 +1,7 @@
 """The GPU's `packed_linear`, `top1` and `unpack` (linear.cu; equations and layout in packed_weight.py).
 
-With `overlap` a kernel may start before the one before it has ended (programmatic dependent launch, sm_90 and newer): it
-asks for its weights and then waits. Only for weights that no kernel still in flight writes, as in a captured pass.
+With `overlap` a kernel may start before the one before it has ended (programmatic dependent launch, sm_90 and newer):
+it asks for its weights and then waits. Only for weights that no kernel still in flight writes, as in a captured pass.
 """
 
 import functools
@@ -139,7 +139,9 @@ def unpack(weight: PackedWeight, out_NK: Tensor | None = None) -> Tensor:
     """w [N, K] in bfloat16, for products of many rows by a dense matrix."""
     sizes = weight.num_outputs, weight.num_inputs
     dense = weight.words.new_empty(sizes, dtype=torch.bfloat16) if out_NK is None else out_NK
-    assert dense.shape == sizes and dense.is_contiguous() and dense.dtype == torch.bfloat16
+    assert dense.shape == sizes
+    assert dense.is_contiguous()
+    assert dense.dtype == torch.bfloat16
     config = Config(warps=1, tiles=1, row_tiles=1, stages=1)
     kernel = _kernels(defines(weight, config, Fused()), weight.words.device.index)["unpack"]
     tiles, steps = weight.words.shape[:2]
@@ -175,7 +177,8 @@ def _launch(
 def _check(
     x_MK: Tensor, weight: PackedWeight, y_MN: Tensor | None, residual_MN: Tensor | None, norm_K: Tensor | None
 ) -> None:
-    assert x_MK.dim() == 2 and x_MK.shape[1] == weight.num_inputs and x_MK.shape[0] > 0, f"x is {list(x_MK.shape)}"
+    assert x_MK.dim() == 2, f"x is {list(x_MK.shape)}"
+    assert x_MK.shape[1] == weight.num_inputs, f"x is {list(x_MK.shape)}"
     for name, tensor in (("x", x_MK), ("y", y_MN), ("residual", residual_MN), ("norm", norm_K)):
         if tensor is None:
             continue

@@ -6,16 +6,16 @@ M rows, N outputs, K inputs, G groups of g inputs. The matrix that a `PackedWeig
 
 or, at 16 bits, a bfloat16 matrix as it is.
 
-Layout. The operand A of `mma.m16n8k16` wants, in lane 4 i + t, of a tile of 16 outputs the outputs i and i + 8, each at
-four inputs. Which inputs is free as long as x is read in the same order; a step of 64 inputs is dealt out so that lane t
-has for j < 4, c < 4
+Layout. The operand A of `mma.m16n8k16` wants, in lane 4 i + t, of a tile of 16 outputs the outputs i and i + 8, each
+at four inputs. Which inputs is free as long as x is read in the same order; a step of 64 inputs is dealt out so that
+lane t has for j < 4, c < 4
 
     k(t, j, c) = 32 (j // 2) + 8 t + 4 (j % 2) + c
 
 and reads x in runs of 16 bytes. Of 4-bit numbers a lane's 32 are four words, one for each j, whose nibbles p and p + 4
-(value q + 8) are the operand's register p: (output i, c 0 1), (i + 8, c 0 1), (i, c 2 3), (i + 8, c 2 3). So 16 bytes of
-a lane feed four products. 8-bit numbers are two such planes, q = 16 h + l with h = q >> 4 first. At 16 bits a lane has
-four registers for each j. `words` is int32 [tiles, steps, planes, 32 lanes, 4].
+(value q + 8) are the operand's register p: (output i, c 0 1), (i + 8, c 0 1), (i, c 2 3), (i + 8, c 2 3). So 16 bytes
+of a lane feed four products. 8-bit numbers are two such planes, q = 16 h + l with h = q >> 4 first. At 16 bits a lane
+has four registers for each j. `words` is int32 [tiles, steps, planes, 32 lanes, 4].
 
 `scales` is int32 [tiles, scale steps, 8, words]: for i, and for each group inside a step of 64 (two if g = 32), the
 bfloat16 pair (scale of output i, of i + 8); then, with zero points, the pairs -(136 + zero).
@@ -150,8 +150,8 @@ def packed_linear(
 ) -> Tensor:
     """y = f(x w^T) [M, N] in the dtype of x, sums in float32 at least; the reference of `linear_cuda.packed_linear`.
 
-    With `norm_K` (offset included) x is x / rms(x) * norm. A gated weight gives silu(gate) * up [M, N / 2]. The residual
-    is added before the one rounding.
+    With `norm_K` (offset included) x is x / rms(x) * norm. A gated weight gives silu(gate) * up [M, N / 2]. The
+    residual is added before the one rounding.
     """
     wide = torch.promote_types(x_MK.dtype, torch.float32)
     x = x_MK.to(wide)
