@@ -164,7 +164,7 @@ def test_a_delta_pass_is_the_recurrence_and_commits_in_place(kernels: Kernels, n
         wanted, states = gated_delta_recurrent(*split, g, b.sigmoid(), state)
         torch.testing.assert_close(o, wanted, atol=1e-4, rtol=1e-4)
         places = (mine.data_ptr(), kept.data_ptr())
-        kernels.delta_commit(window, torch.tensor([n, num_tokens]), mine, kept)
+        kernels.delta_commit([window], torch.tensor([n, num_tokens]), mine[None], kept[None])
         assert (mine.data_ptr(), kept.data_ptr()) == places
         for row, count in enumerate([n, num_tokens]):
             after = states[row, count - 1] if count else state[row]

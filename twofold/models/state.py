@@ -30,7 +30,8 @@ class KeyValueCache:
 
 @dataclass
 class DeltaState:
-    """Gated DeltaNet: the last W - 1 convolution inputs and the recurrent state (float32)."""
+    """Gated DeltaNet: the last W - 1 convolution inputs and the recurrent state (float32), a layer's part of tensors
+    that all layers share."""
 
     conv_BWC: Tensor
     state_BHKV: Tensor
@@ -71,6 +72,8 @@ class DecodeState(Lengths):
     """The state of all layers for B rows of up to `max_length` positions."""
 
     layers: list[KeyValueCache | DeltaState] = field(default_factory=list)
+    conv_LBWC: Tensor | None = None  # of the layers with Gated DeltaNet
+    state_LBHKV: Tensor | None = None
     kernels: Kernels = field(default_factory=Kernels.reference)
     window: int = 0  # positions of the open window
 
@@ -87,11 +90,12 @@ class DecodeState(Lengths):
     def commit(self, n: int | Tensor) -> None:
         """Makes the first n positions of the window permanent; 0 <= n <= T, one number or [B] on the device."""
         assert not isinstance(n, int) or 0 <= n <= self.window, f"commit({n}) of a window of {self.window}"
-        for layer in self.layers:
-            if isinstance(layer, DeltaState):
-                assert layer.window is not None
-                self.kernels.delta_commit(layer.window, n, layer.conv_BWC, layer.state_BHKV)
-                layer.window = None
+        delta = [layer for layer in self.layers if isinstance(layer, DeltaState)]
+        if self.conv_LBWC is not None and self.state_LBHKV is not None:
+            assert all(layer.window is not None for layer in delta)
+            self.kernels.delta_commit([layer.window for layer in delta], n, self.conv_LBWC, self.state_LBHKV)
+        for layer in delta:
+            layer.window = None
         self.advance(n, at_most=self.window)
         self.window = 0
 
@@ -100,19 +104,23 @@ class DecodeState(Lengths):
         assert self.window == 0
         self.lengths_B = self.lengths_B[rows]
         for layer in self.layers:
-            if isinstance(layer, DeltaState):
-                layer.conv_BWC, layer.state_BHKV = layer.conv_BWC[rows], layer.state_BHKV[rows]
-            else:
+            if isinstance(layer, KeyValueCache):
                 layer.k_BSGD, layer.v_BSGD = layer.k_BSGD[rows], layer.v_BSGD[rows]
+        if self.conv_LBWC is not None and self.state_LBHKV is not None:
+            self.conv_LBWC, self.state_LBHKV = self.conv_LBWC[:, rows], self.state_LBHKV[:, rows]
+            delta = (layer for layer in self.layers if isinstance(layer, DeltaState))
+            for layer, conv_BWC, state_BHKV in zip(delta, self.conv_LBWC, self.state_LBHKV, strict=True):
+                layer.conv_BWC, layer.state_BHKV = conv_BWC, state_BHKV
 
     def reset(self) -> None:
         """Back to no tokens, in place. Keys and values need no erasing: they are past every length."""
         self.lengths_B.zero_()
         self.know(0, exact=True)
+        for tensor in (self.conv_LBWC, self.state_LBHKV):
+            if tensor is not None:
+                tensor.zero_()
         for layer in self.layers:
             if isinstance(layer, DeltaState):
-                layer.conv_BWC.zero_()
-                layer.state_BHKV.zero_()
                 layer.window = None
 
 
@@ -126,24 +134,27 @@ def new_state(
 ) -> DecodeState:
     """An empty state. Key-value memory: 2 B S G D entries for each attention layer."""
 
-    def layer(kind: str) -> KeyValueCache | DeltaState:
-        if kind == LINEAR:
-            channels = 2 * config.linear_key_dim + config.linear_value_dim
-            heads = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
-            wide = torch.promote_types(dtype, torch.float32)
-            return DeltaState(
-                torch.zeros(batch_size, config.linear_conv_width - 1, channels, dtype=dtype, device=device),
-                torch.zeros(batch_size, *heads, dtype=wide, device=device),
-            )
-        shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
-        return KeyValueCache(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-        )
+    wide = torch.promote_types(dtype, torch.float32)
+    shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
+    channels = 2 * config.linear_key_dim + config.linear_value_dim
+    heads = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    linear = sum(kind == LINEAR for kind in config.layer_types)
+    conv_LBWC = torch.zeros(
+        linear, batch_size, max(0, config.linear_conv_width - 1), channels, dtype=dtype, device=device
+    )
+    state_LBHKV = torch.zeros(linear, batch_size, *heads, dtype=wide, device=device)
+    parts = zip(conv_LBWC, state_LBHKV, strict=True)
+
+    def cache() -> KeyValueCache:
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return KeyValueCache(k, v)
 
     return DecodeState(
         lengths_B=torch.zeros(batch_size, dtype=torch.long, device=device),
         max_length=max_length,
         rotary=rotary_table(torch.arange(max_length, device=device), config.rotary_dim, config.rope_theta),
-        layers=[layer(kind) for kind in config.layer_types],
+        layers=[DeltaState(*next(parts)) if kind == LINEAR else cache() for kind in config.layer_types],
+        conv_LBWC=conv_LBWC if linear else None,
+        state_LBHKV=state_LBHKV if linear else None,
         kernels=kernels,
     )

@@ -1,9 +1,10 @@
 """A decode pass of Gated DeltaNet: convolution and delta rule from a state, and the commit that ends it in place.
 
-B batch, T tokens of the pass, S = T + W - 1, C channels (queries, keys, values), W convolution width, H value heads,
-K key width, V value width.
+L layers, B batch, T tokens of the pass, S = T + W - 1, C channels (queries, keys, values), W convolution width,
+H value heads, K key width, V value width.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ def delta_pass(
     dt_bias_H: Tensor,
     conv_BWC: Tensor,
     state_BHKV: Tensor,
+    convolve: Callable[[Tensor, Tensor], Tensor] = causal_convolution,
 ) -> tuple[Tensor, OpenWindow]:
     """The delta rule of `ops.gated_delta` over silu(conv([conv; qkv])), from the state. Changes neither state.
 
@@ -46,7 +48,7 @@ def delta_pass(
     value_dim = heads * value_width
     key_dim = (qkv_BTC.shape[-1] - value_dim) // 2
     inputs_BSC = torch.cat((conv_BWC, qkv_BTC), dim=1)
-    q, k, v = causal_convolution(inputs_BSC, weight_CW).split((key_dim, key_dim, value_dim), dim=-1)
+    q, k, v = convolve(inputs_BSC, weight_CW).split((key_dim, key_dim, value_dim), dim=-1)
     o_BTHV, factors = gated_delta(
         q.unflatten(-1, (-1, width)),
         k.unflatten(-1, (-1, width)),
@@ -57,13 +59,15 @@ def delta_pass(
     return o_BTHV, OpenWindow(inputs_BSC, factors)
 
 
-def delta_commit(window: OpenWindow, n_B: Tensor | int, conv_BWC: Tensor, state_BHKV: Tensor) -> None:
-    """Moves both states, in place, to after n tokens of the pass; 0 <= n <= T, one number or one for each row."""
-    width = conv_BWC.shape[1]
-    state_BHKV.copy_(commit_delta(window.factors, n_B))
-    if isinstance(n_B, int):
-        conv_BWC.copy_(window.inputs_BSC[:, n_B : n_B + width])
-        return
-    kept_BW = n_B[:, None] + torch.arange(width, device=n_B.device)
-    rows_B1 = torch.arange(len(n_B), device=n_B.device)[:, None]
-    conv_BWC.copy_(window.inputs_BSC[rows_B1, kept_BW])
+def delta_commit(windows: Sequence[OpenWindow], n_B: Tensor | int, conv_LBWC: Tensor, state_LBHKV: Tensor) -> None:
+    """Moves the states of all layers, in place, to after n tokens of their pass; 0 <= n <= T, one number or one for
+    each row."""
+    for window, conv_BWC, state_BHKV in zip(windows, conv_LBWC, state_LBHKV, strict=True):
+        width = conv_BWC.shape[1]
+        state_BHKV.copy_(commit_delta(window.factors, n_B))
+        if isinstance(n_B, int):
+            conv_BWC.copy_(window.inputs_BSC[:, n_B : n_B + width])
+        else:
+            kept_BW = n_B[:, None] + torch.arange(width, device=n_B.device)
+            rows_B1 = torch.arange(len(n_B), device=n_B.device)[:, None]
+            conv_BWC.copy_(window.inputs_BSC[rows_B1, kept_BW])

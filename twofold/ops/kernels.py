@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ class Kernels:
     store_keys: Callable[..., Any]
     cache_attention: Callable[..., Tensor]
     delta_pass: Callable[..., tuple[Tensor, Any]]
-    delta_commit: Callable[[Any, Tensor | int, Tensor, Tensor], None]
+    delta_commit: Callable[[Sequence[Any], Tensor | int, Tensor, Tensor], None]
     # a pass without
     draft_attention: Callable[[Tensor, Tensor, Tensor, DraftMask], Tensor]
     packed_attention: Callable[..., Tensor]
@@ -67,13 +67,23 @@ class Kernels:
     @staticmethod
     def cuda() -> "Kernels":
         from twofold.ops import packed_cuda
+        from twofold.ops.decode import served
 
         return replace(
             Kernels.reference(),
             name="cuda",
+            store_keys=served.store_keys,
+            cache_attention=served.cache_attention,
+            delta_pass=served.delta_pass,
+            delta_commit=served.delta_commit,
             draft_attention=draft_attention.flex_draft_attention,
             packed_attention=packed_cuda.packed_attention,
             packed_convolution=packed_cuda.packed_convolution,
+            rms_norm=served.rms_norm,
+            gated_rms_norm=served.gated_rms_norm,
+            freeze_linear=served.freeze_linear,
+            freeze_packed=served.freeze_packed,
+            top1=served.top1,
         )
 
     @staticmethod
@@ -81,10 +91,19 @@ class Kernels:
         """The fastest set that this machine can run on `device`."""
         if torch.device(device).type != "cuda":
             return Kernels.cpu()
-        if (lack := draft_attention.why_no_flex()) is None:
-            return Kernels.cuda()
-        _say_once(f"drafters train without flex attention, slower and with more memory: {lack}")
-        return replace(Kernels.cuda(), draft_attention=draft_attention.draft_attention)
+        from twofold.ops.decode import served
+
+        kernels, reference = Kernels.cuda(), Kernels.reference()
+        if (lack := draft_attention.why_no_flex()) is not None:
+            _say_once(f"slower, and drafters train with more memory, without Triton's kernels: {lack}")
+            passes = ("store_keys", "cache_attention", "delta_pass", "delta_commit", "rms_norm", "gated_rms_norm")
+            others = ("draft_attention", "packed_convolution")
+            kernels = replace(kernels, **{name: getattr(reference, name) for name in passes + others})
+        if (lack := served.why_no_products()) is not None:
+            _say_once(f"packed layers are multiplied as dense ones: {lack}")
+            products = ("freeze_linear", "freeze_packed", "top1")
+            kernels = replace(kernels, **{name: getattr(reference, name) for name in products})
+        return kernels
 
 
 @functools.cache
