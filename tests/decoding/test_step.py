@@ -220,10 +220,10 @@ def test_after_a_rejection_the_state_is_that_of_a_fresh_run(right: int, monkeypa
         assert_equal_contexts(rows.draft_state, fresh.draft_state)
 
 
-def test_a_long_prompt_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_goes_in_chunks() -> None:
     target, drafter = tiny()
     whole, first = prefilled(target, drafter, prompt(37), 60)
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 8)
+    target.kernels = replace(target.kernels, prefill_chunk=8)
     parts, other = prefilled(target, drafter, prompt(37), 60)
     assert torch.equal(whole.anchors_B, parts.anchors_B)
     torch.testing.assert_close(first, other, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from twofold.decoding.step import Accept, Cycle, agreed, decode_cycle, new_rows, prefill, until
+from twofold.decoding.step import Accept, Cycle, Rows, agreed, decode_cycle, new_rows, prefill, until
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
@@ -24,7 +24,8 @@ class CapturedCycle:
     """`decode_cycle` over B rows of one capacity, with the graph that replays it.
 
     `max_length` positions cover prompt and answer; what cycles in flight may write past them is added. The sampling is
-    part of the graph, but for its seed. `num_tokens` is the block (1: plain decoding); None takes the drafter's.
+    part of the graph, but for its seed. `num_tokens` is the block (1: plain decoding); None takes the drafter's. Cycles
+    that do not run at the same time can share `rows`.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class CapturedCycle:
         batch_size: int = 1,
         num_tokens: int | None = None,
         accept: Accept = agreed,
+        rows: Rows | None = None,
     ) -> None:
         self.target, self.drafter, self.sampling, self.accept = target, drafter, sampling, accept
         block = 1 if drafter is None else drafter.config.block_size
         self.num_tokens = num_tokens or block
         self.max_length = max_length
-        self.rows = new_rows(target, drafter, batch_size, max_length + (IN_FLIGHT + 1) * block)
+        self.rows = rows or new_rows(target, drafter, batch_size, max_length + (IN_FLIGHT + 1) * block)
+        assert self.rows.state.max_length >= max_length + (IN_FLIGHT + 1) * block
         self._cuda = target.device.type == "cuda"
         self._ring = [torch.empty_like(self.rows.emitted_BN, device="cpu", pin_memory=self._cuda) for _ in range(3)]
         self._events = [torch.cuda.Event() for _ in self._ring] if self._cuda else []

@@ -19,8 +19,6 @@ from twofold.models.drafter import Drafter, DraftState
 from twofold.models.state import DecodeState
 from twofold.ops.sampling import Sampling, choose
 
-PREFILL_CHUNK = 512
-
 
 @dataclass
 class Rows:
@@ -71,7 +69,7 @@ def prefill(target: CausalLM, drafter: Drafter | None, rows: Rows, prompts_BT: T
     state = rows.state
     taps_wanted = () if drafter is None else drafter.config.target_layer_ids
     hidden = None
-    for chunk in prompts_BT.split(PREFILL_CHUNK, dim=1):
+    for chunk in prompts_BT.split(target.kernels.prefill_chunk, dim=1):
         hidden, taps = target(chunk, state=state, taps=taps_wanted)
         state.commit(chunk.shape[1])
         if drafter is not None and rows.draft_state is not None:

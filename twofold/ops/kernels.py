@@ -24,6 +24,7 @@ class Kernels:
     """
 
     name: str
+    prefill_chunk: int = 512  # tokens of a prompt that are run together
     # a pass with a decode state
     store_keys: Callable[..., Any]
     cache_attention: Callable[..., Tensor]
@@ -72,6 +73,7 @@ class Kernels:
         return replace(
             Kernels.reference(),
             name="cuda",
+            prefill_chunk=8192,  # the large products are worth it, and dense weights are made once a chunk
             store_keys=served.store_keys,
             cache_attention=served.cache_attention,
             delta_pass=served.delta_pass,

@@ -1,7 +1,7 @@
 """The GPU's decode kernels in the signatures of `Kernels`: what they serve, and what goes to the references.
 
 B rows, T tokens, N outputs, K inputs. Passes of up to `FEW_ROWS` rows multiply with packed weights; more rows, as in a
-prefill, with the matrix they stand for, made anew for each product.
+prefill, with the matrix they stand for, of integers made anew for each product.
 """
 
 import functools
@@ -35,14 +35,16 @@ def _say_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class PackedProduct:
-    """A `Linear` over a packed weight."""
+    """A `Linear` over a packed weight; `dense` is the matrix, where that is kept anyway."""
 
     weight: PackedWeight
+    dense: Tensor | None = None
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         if len(x_MK) > FEW_ROWS:
-            return linear.dense_linear(linear_cuda.unpack(self.weight), self.weight.gated)(x, norm, residual)
+            dense = linear_cuda.unpack(self.weight) if self.dense is None else self.dense
+            return linear.dense_linear(dense, self.weight.gated)(x, norm, residual)
         y_MN = linear_cuda.packed_linear(
             x_MK,
             self.weight,
@@ -58,7 +60,7 @@ def freeze_linear(weight_NK: Tensor, gated: bool) -> Linear:
     outputs, inputs = weight_NK.shape
     if weight_NK.dtype != torch.bfloat16 or not weight_NK.is_cuda or inputs % 64 or outputs % (16 if gated else 8):
         return linear.dense_linear(weight_NK, gated)
-    return PackedProduct(pack_bf16(weight_NK, gated))
+    return PackedProduct(pack_bf16(weight_NK, gated), weight_NK)
 
 
 def freeze_packed(q_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, gated: bool) -> Linear | None:
