@@ -28,6 +28,7 @@ def compile_triton(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
+    constants = {**constants, "OVERLAP": capability >= 90}
     floats = {"eps", "scale", "offset"}
     signature = {
         name: pointers.get(name, "constexpr" if name in constants else "fp32" if name in floats else "i32")
@@ -40,6 +41,7 @@ def compile_triton(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.metadata.shared <= SHARED[capability]
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == constants["OVERLAP"]
 
 
 @needs_triton
