@@ -39,6 +39,7 @@ COLD = 200e6
 # name: (outputs, inputs, bits, group, norm, gated, residual, times in a pass of the target)
 PRODUCTS: dict[str, tuple[int, int, int, int, bool, bool, bool, int]] = {
     "gdn qkv z": (12288, 2560, 4, 32, True, False, False, 24),
+    "gdn qkv z, a b": (12288, 2560, 4, 32, True, False, False, 0),
     "gdn a b": (64, 2560, 16, 0, True, False, False, 24),
     "out": (2560, 4096, 4, 32, False, False, True, 32),
     "gate up": (18432, 2560, 4, 32, True, True, False, 32),
@@ -51,6 +52,7 @@ PRODUCTS: dict[str, tuple[int, int, int, int, bool, bool, bool, int]] = {
     "drafter fc": (2560, 12800, 4, 128, False, False, False, 0),
     "drafter context k v": (10240, 2560, 4, 128, True, False, False, 0),
 }
+TAILS = {"gdn qkv z, a b": 64}  # outputs of 16 bits in the same launch
 HEADS = {"head int4": (4, 128), "head int8": (8, 128), "head bf16": (16, 0)}
 # (warps, tiles, stages)
 CONFIGS = ((4, 1, 8), (4, 2, 5), (4, 2, 10), (5, 2, 8), (8, 1, 5), (8, 2, 3), (8, 2, 5), (8, 4, 3), (10, 1, 4),
@@ -123,8 +125,10 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
         x = torch.randn(rows, inputs, device="cuda").bfloat16()
         norm = torch.rand(inputs, device="cuda").bfloat16() if normed else None
         residual = torch.randn(rows, first.out_features, device="cuda").bfloat16() if added else None
-        extra = {"norm_K": norm, "eps": 1e-6, "residual_MN": residual}
-        fused = Fused(norm=normed, residual=added)
+        extra: dict[str, Any] = {"norm_K": norm, "eps": 1e-6, "residual_MN": residual}
+        if name in TAILS:
+            extra["tail"] = random_weight(TAILS[name], inputs, 16, 0, False)
+        fused = Fused(norm=normed, residual=added, tail=name in TAILS)
 
         def times(config: Config, overlap: bool, weights: list = weights, x: Tensor = x, extra: dict = extra) -> float:
             calls = [partial(linear_cuda.packed_linear, x, w, config=config, overlap=overlap, **extra) for w in weights]
@@ -134,7 +138,7 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
         tried = [Config(warps=w, tiles=r, row_tiles=chosen.row_tiles, stages=s) for w, r, s in CONFIGS] if sweep else []
         tried = [config for config in tried if fits(first, config)]
         compile_all(first, [chosen, *tried], fused)
-        expected = packed_linear(x, first, norm_K=norm, eps=1e-6, residual_MN=residual)
+        expected = packed_linear(x, first, **extra)
         dense = torch.randn(outputs, inputs, device="cuda").bfloat16()
         others = [dense] + [dense.clone() for _ in range(copies(2.0 * outputs * inputs))]
         results[name] = {

@@ -127,6 +127,7 @@ def weight(bits: int, group: int, outputs: int, inputs: int, gated: bool = False
     ("packed", "fused"),
     [
         (weight(4, 32, 12288, 2560), Fused(norm=True)),
+        (weight(4, 32, 12288, 2560), Fused(norm=True, tail=True)),
         (weight(4, 128, 19456, 2560, gated=True), Fused(norm=True)),
         (weight(4, 32, 2560, 9216), Fused(residual=True)),
         (weight(4, 128, 248_320, 2560), Fused(top1=True)),
