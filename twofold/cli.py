@@ -140,7 +140,8 @@ def _bench_shape(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None
     }
     config = EngineBench(accept_length=options.accept_length, **given)
-    _write_json(options.json, bench_shape(options.shape, config, " ".join(["twofold", *options.arguments])))
+    command = " ".join(["twofold", *options.arguments])
+    _write_json(options.json, bench_shape(options.shape, config, command, overlap=options.overlap))
 
 
 def _roofline(options: argparse.Namespace) -> None:
@@ -290,6 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--context", dest="contexts", type=_numbers, metavar="C,...", help="also single cycles at these")
     bench.add_argument("--warm-ups", type=int, metavar="N", help="runs that do not count (default: 5)")
     bench.add_argument("--runs", type=int, metavar="N", help="runs that the medians are of (default: 50)")
+    bench.add_argument("--overlap", action="store_true", help="kernels start before the last has ended (sm_90, newer)")
     json_file(bench)
     roofline = add(
         "roofline",

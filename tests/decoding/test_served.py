@@ -38,7 +38,8 @@ def with_dense_products() -> Kernels:
 @cache
 def pair(kind: str, dtype: torch.dtype, step: str = "+ SWA") -> tuple[CausalLM, Drafter | None]:
     """The same weights with either kernels."""
-    kernels = {"reference": Kernels.reference, "passes": with_dense_products, "all": Kernels.cuda}[kind]()
+    made = {"reference": Kernels.reference, "passes": with_dense_products, "all": Kernels.cuda}
+    kernels = Kernels.cuda(overlap=True) if kind == "overlapping" else made[kind]()
     for name, target, drafter in variants(TINY, kernels, torch.device("cpu"), dtype):
         torch.manual_seed(5)
         for model in (target, drafter):
@@ -109,10 +110,11 @@ def test_passes_and_commits_are_those_of_the_references(length: int) -> None:
 @needs_gpu
 @pytest.mark.parametrize("step", ["BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
-def test_a_captured_cycle_is_the_eager_one(step: str, sampling: Sampling) -> None:
+@pytest.mark.parametrize("kind", ["all", "overlapping"])
+def test_a_captured_cycle_is_the_eager_one(step: str, sampling: Sampling, kind: str) -> None:
     """The same kernels over the same numbers: the same bits."""
     target, drafter = pair("all", torch.bfloat16, step)
-    captured = CapturedCycle(target, drafter, 200, sampling)
+    captured = CapturedCycle(*pair(kind, torch.bfloat16, step), 200, sampling)
     rows = new_rows(target, drafter, 1, captured.rows.state.max_length, sampling.seed)
     for length in (31, 32, 33, 128):  # around the window, and four of it
         asked = prompts(1, length)

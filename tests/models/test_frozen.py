@@ -10,7 +10,7 @@ from tests.models.tiny import HYBRID, PLAIN, build, tokens
 from twofold.models.calibration import quantize_head
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import packable_linears
-from twofold.models.config import ModelConfig
+from twofold.models.config import LINEAR, ModelConfig
 from twofold.ops.integers import dequantize
 from twofold.ops.kernels import Kernels
 from twofold.ops.linear import Linear, dense_linear
@@ -62,6 +62,22 @@ def test_packed_layers_reach_the_kernels_as_integers(config: ModelConfig, serves
     assert (8, [config.vocab_size, config.hidden_size], False) in made
     qkvz = 2 * config.linear_key_dim + 2 * config.linear_value_dim
     assert made.count((4, [qkvz, config.hidden_size], False)) == sum(t != "full_attention" for t in config.layer_types)
+
+
+def test_products_apart_are_joined_where_that_can_be() -> None:
+    """Gated DeltaNet's packed and dense projections become one, outputs in their order."""
+    made: list[tuple[int, list[int], bool]] = []
+    joined = 0
+
+    def join(first: Linear, second: Linear) -> Linear:
+        nonlocal joined
+        joined += 1
+        return lambda x, norm=None, residual=None: torch.cat((first(x, norm), second(x, norm)), dim=-1)
+
+    model = packed(HYBRID, replace(with_integers(made), join=join))
+    plain = packed(HYBRID, Kernels.reference())
+    torch.testing.assert_close(model.freeze()(tokens(2, 9))[0], plain(tokens(2, 9))[0], atol=1e-5, rtol=1e-5)
+    assert joined == sum(kind == LINEAR for kind in HYBRID.layer_types)
 
 
 def test_frozen_and_not_are_the_same_model() -> None:

@@ -68,6 +68,10 @@ class Projections:
                 weights = [dense_weight(layer, dtype) for layer in part]
                 linear = kernels.freeze_linear(torch.cat(weights) if len(weights) > 1 else weights[0], gated)
             self.frozen.append((linear, [sum(sizes) // 2] if gated else sizes))
+        if kernels.join is not None and len(self.frozen) == 2:
+            (first, sizes), (second, more) = self.frozen
+            if (joined := kernels.join(first, second)) is not None:
+                self.frozen = [(joined, sizes + more)]
 
     def __call__(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None) -> tuple[Tensor, ...]:
         assert residual is None or len(self.names) == 1

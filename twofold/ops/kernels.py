@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ class Kernels:
 
     `freeze_linear(weight [N, K], gated)` may lay the weight out anew; it is called once when a model's weights stop
     changing. `freeze_packed(q int8 [N, K], scale [N, G], zero [N, G] or None, bits, gated)` does so for integers; where
-    it is None, or returns None for a weight that it does not serve, packed layers are laid out dense.
+    it is None, or returns None for a weight that it does not serve, packed layers are laid out dense. `join` makes one
+    of two products of one input that were laid out apart, where it can.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Kernels:
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     freeze_linear: Callable[[Tensor, bool], Linear]
     freeze_packed: Callable[[Tensor, Tensor, Tensor | None, int, bool], Linear | None] | None
+    join: Callable[[Linear, Linear], Linear | None] | None
     top1: Callable[[Linear, Tensor], Tensor]
 
     @staticmethod
@@ -58,6 +61,7 @@ class Kernels:
             gated_rms_norm=norms.gated_rms_norm,
             freeze_linear=linear.dense_linear,
             freeze_packed=None,
+            join=None,
             top1=linear.top1,
         )
 
@@ -66,7 +70,8 @@ class Kernels:
         return replace(Kernels.reference(), name="cpu", freeze_linear=linear.cpu_linear)
 
     @staticmethod
-    def cuda() -> "Kernels":
+    def cuda(*, overlap: bool = False) -> "Kernels":
+        """`overlap`: a decode kernel may start before the one before it has ended (sm_90 and newer)."""
         from twofold.ops import packed_cuda
         from twofold.ops.decode import served
 
@@ -74,28 +79,29 @@ class Kernels:
             Kernels.reference(),
             name="cuda",
             prefill_chunk=8192,  # the large products are worth it, and dense weights are made once a chunk
-            store_keys=served.store_keys,
-            cache_attention=served.cache_attention,
-            delta_pass=served.delta_pass,
-            delta_commit=served.delta_commit,
+            store_keys=partial(served.store_keys, overlap=overlap),
+            cache_attention=partial(served.cache_attention, overlap=overlap),
+            delta_pass=partial(served.delta_pass, overlap=overlap),
+            delta_commit=partial(served.delta_commit, overlap=overlap),
             draft_attention=draft_attention.flex_draft_attention,
             packed_attention=packed_cuda.packed_attention,
             packed_convolution=packed_cuda.packed_convolution,
-            rms_norm=served.rms_norm,
-            gated_rms_norm=served.gated_rms_norm,
-            freeze_linear=served.freeze_linear,
-            freeze_packed=served.freeze_packed,
+            rms_norm=partial(served.rms_norm, overlap=overlap),
+            gated_rms_norm=partial(served.gated_rms_norm, overlap=overlap),
+            freeze_linear=partial(served.freeze_linear, overlap=overlap),
+            freeze_packed=partial(served.freeze_packed, overlap=overlap),
+            join=served.join,
             top1=served.top1,
         )
 
     @staticmethod
-    def auto(device: torch.device | str) -> "Kernels":
+    def auto(device: torch.device | str, *, overlap: bool = False) -> "Kernels":
         """The fastest set that this machine can run on `device`."""
         if torch.device(device).type != "cuda":
             return Kernels.cpu()
         from twofold.ops.decode import served
 
-        kernels, reference = Kernels.cuda(), Kernels.reference()
+        kernels, reference = Kernels.cuda(overlap=overlap), Kernels.reference()
         if (lack := draft_attention.why_no_flex()) is not None:
             _say_once(f"slower, and drafters train with more memory, without Triton's kernels: {lack}")
             passes = ("store_keys", "cache_attention", "delta_pass", "delta_commit", "rms_norm", "gated_rms_norm")
@@ -103,7 +109,7 @@ class Kernels:
             kernels = replace(kernels, **{name: getattr(reference, name) for name in passes + others})
         if (lack := served.why_no_products()) is not None:
             _say_once(f"packed layers are multiplied as dense ones: {lack}")
-            products = ("freeze_linear", "freeze_packed", "top1")
+            products = ("freeze_linear", "freeze_packed", "join", "top1")
             kernels = replace(kernels, **{name: getattr(reference, name) for name in products})
         return kernels
 

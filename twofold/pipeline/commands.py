@@ -84,14 +84,14 @@ def bench(directory: Path) -> Json:
     return measured
 
 
-def bench_shape(shape: str, config: EngineBench, command: str) -> Json:
+def bench_shape(shape: str, config: EngineBench, command: str, *, overlap: bool = False) -> Json:
     """Measures the engine at a shape on this machine's GPU (a tiny one also without), prints and returns it."""
     found = find_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and shape != "tiny":
         raise ValueError(f"--shape {shape} needs a GPU; without one, --shape tiny shows the same path")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    measured = measure_engine(found, config, Kernels.auto(device), device, dtype, print)
+    measured = measure_engine(found, config, Kernels.auto(device, overlap=overlap), device, dtype, print)
     where = measure_stages.environment() | {"precision": str(dtype).removeprefix("torch.")}
     if device.type == "cuda":
         where |= {"cuda": str(torch.version.cuda), "driver": _driver()}
@@ -101,6 +101,7 @@ def bench_shape(shape: str, config: EngineBench, command: str) -> Json:
         "date": datetime.now(UTC).date().isoformat(),
         "environment": where,
         "shape": shape,
+        "overlap": overlap,
         **measured,
     }
 

@@ -55,6 +55,16 @@ def test_fused(rows: int, gated: bool) -> None:
     assert torch.equal(out, y)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 50])
+def test_tail(rows: int) -> None:
+    weight, tail = on_gpu("w4", 12288, 2560), on_gpu("bf16", 64, 2560)
+    x, norm = rows_of(rows, 2560), torch.rand(2560, device="cuda").bfloat16()
+    y = linear_cuda.packed_linear(x, weight, norm_K=norm, eps=1e-6, tail=tail)
+    expected = packed_linear(x.float(), weight, norm_K=norm.float(), eps=1e-6, tail=tail)
+    assert relative(y[:, :12288], expected[:, :12288]) < 0.006
+    assert relative(y[:, 12288:], expected[:, 12288:]) < 0.006
+
+
 @pytest.mark.parametrize("kind", ["w4", "w8", "bf16"])
 @pytest.mark.parametrize("outputs", [248_320, 1000])
 def test_top1(kind: str, outputs: int) -> None:

@@ -135,6 +135,20 @@ def test_kernel_with_everything_fused(rows: int, gated: bool) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(("rows", "blocks", "config"), [(13, 99, PAIRS), (1, 1, FEW), (16, 2, IDLE)])
+def test_kernel_with_a_tail(rows: int, blocks: int, config: Config) -> None:
+    torch.manual_seed(0)
+    weight, _ = random_weight("w4", 88, 256)
+    tail, _ = random_weight("bf16", 56, 256)
+    x, norm = torch.randn(rows, 256).bfloat16(), torch.rand(256).bfloat16()
+    (y,) = emulated.linear(x, weight, config, blocks, norm_K=norm, eps=1e-3, tail=tail)
+    expected = packed_linear(x.float(), weight, norm_K=norm, eps=1e-3, tail=tail)
+    assert y.shape == (rows, 144)
+    assert relative(y[:, :88], expected[:, :88]) < 0.006
+    assert relative(y[:, 88:], expected[:, 88:]) < 0.006
+
+
+@needs_compiler
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     torch.manual_seed(0)
     weight, _ = random_weight("w4", 64, 512)

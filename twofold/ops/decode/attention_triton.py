@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twofold.ops.decode.overlap_triton import able, in_turn, options
+
 LEAST = 128  # keys that are worth a program
 
 
@@ -28,7 +30,8 @@ def _part(length, WINDOW: tl.constexpr, T: tl.constexpr, splits, BLOCK_N: tl.con
 def _split_kernel(q_ptr, k_ptr, v_ptr, lengths_ptr, o_ptr, log_ptr, q_b, q_t, q_h, k_b, k_s, k_g, v_b, v_s, v_g, scale,
                   splits, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
                   CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+                  PRECISION: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
     split, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     M_BLOCKS: tl.constexpr = (T * (H // G) + BLOCK_M - 1) // BLOCK_M
     g = tl.program_id(1) // M_BLOCKS
@@ -74,7 +77,9 @@ def _split_kernel(q_ptr, k_ptr, v_ptr, lengths_ptr, o_ptr, log_ptr, q_b, q_t, q_
 @triton.jit
 def _combine_kernel(o_ptr, log_ptr, lengths_ptr, gate_ptr, out_ptr, gate_b, gate_t, gate_h, splits, T: tl.constexpr,
                     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
-                    CHUNK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                    CHUNK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
     b, t, h = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     length = tl.load(lengths_ptr + b).to(tl.int32)
     _, count, each = _part(length, WINDOW, T, splits, BLOCK_N, CHUNK)
@@ -105,7 +110,9 @@ def decode_attention(
     window: int | None = None,
     gate_BTHD: Tensor | None = None,
     splits: int | None = None,
+    overlap: bool = False,
 ) -> Tensor:
+    overlap = able(overlap, q_BTHD.device)
     batch, num_tokens, heads, width = q_BTHD.shape
     capacity, key_heads = k_BSGD.shape[1:3]
     assert window is None or window >= num_tokens
@@ -126,13 +133,13 @@ def decode_attention(
     _split_kernel[(splits, key_heads * m_blocks, batch)](
         q_BTHD, k_BSGD, v_BSGD, lengths_B, o, logs, *q_BTHD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3],
         width**-0.5 * 1.4426950408889634, splits, num_tokens, heads, key_heads, width, window or 0, causal, block_m,
-        block_n, LEAST, "ieee" if q_BTHD.dtype == torch.float32 else "tf32", num_warps=4 if block_m <= 32 else 8,
-        num_stages=stages,
+        block_n, LEAST, "ieee" if q_BTHD.dtype == torch.float32 else "tf32", overlap,
+        num_warps=4 if block_m <= 32 else 8, num_stages=stages, **options(overlap),
     )  # fmt: skip
     gate_strides = (0, 0, 0) if gate_BTHD is None else gate_BTHD.stride()[:3]
     _combine_kernel[(heads, num_tokens, batch)](
         o, logs, lengths_B, gate_BTHD, out, *gate_strides, splits, num_tokens, heads, width, window or 0, block_n,
-        LEAST, triton.next_power_of_2(splits), 8, num_warps=4,
+        LEAST, triton.next_power_of_2(splits), 8, overlap, num_warps=4, **options(overlap),
     )  # fmt: skip
     return out
 
@@ -171,7 +178,9 @@ def _turned(x_ptr, norm_ptr, cos_ptr, sin_ptr, position, eps, D: tl.constexpr, R
 @triton.jit
 def _store_kernel(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, new_q_ptr, keys_ptr,
                   values_ptr, q_b, q_t, q_h, k_b, k_t, k_g, v_b, v_t, v_g, keys_b, keys_s, keys_g, values_b, values_s,
-                  values_g, eps, T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr):  # fmt: skip
+                  values_g, eps, T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                  OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
     b, t, head = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     position = tl.load(lengths_ptr + b).to(tl.int64) + t
     d = tl.arange(0, D)
@@ -198,7 +207,10 @@ def store_keys(
     lengths_B: Tensor,
     k_BSGD: Tensor,
     v_BSGD: Tensor,
+    *,
+    overlap: bool = False,
 ) -> Tensor | None:
+    overlap = able(overlap, k_BTGD.device)
     batch, num_tokens, key_heads, width = k_BTGD.shape
     heads = 0 if q_BTHD is None else q_BTHD.shape[2]
     for x in (q_BTHD, k_BTGD, v_BTGD, k_BSGD, v_BSGD):
@@ -210,6 +222,6 @@ def store_keys(
     _store_kernel[(heads + key_heads, num_tokens, batch)](
         q_BTHD, k_BTGD, v_BTGD, q_norm_D, k_norm_D, cos_PR, sin_PR, lengths_B, q, k_BSGD, v_BSGD, *q_strides,
         *k_BTGD.stride()[:3], *v_BTGD.stride()[:3], *k_BSGD.stride()[:3], *v_BSGD.stride()[:3], eps, num_tokens, heads,
-        width, cos_PR.shape[-1], num_warps=1 if width <= 128 else 2,
+        width, cos_PR.shape[-1], overlap, num_warps=1 if width <= 128 else 2, **options(overlap),
     )  # fmt: skip
     return q

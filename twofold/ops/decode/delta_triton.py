@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twofold.ops.decode.delta import WindowFactors
+from twofold.ops.decode.overlap_triton import able, in_turn, options
 
 TOKENS = 16
 
@@ -36,7 +37,8 @@ def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr,
                    k_ptr, u_ptr, decay_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t, z_h, eps,
                    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                    W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-                   READ: tl.constexpr):  # fmt: skip
+                   READ: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i = h // (H // G)
     t, j = tl.arange(0, TOKENS), tl.arange(0, TOKENS)
@@ -103,8 +105,10 @@ def delta_window(
     norm_V: Tensor | None = None,
     eps: float = 0.0,
     factors: WindowFactors | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, WindowFactors]:
     """T <= 16; `factors` (of one layer, contiguous) are written where they are given."""
+    overlap = able(overlap, x_BTC.device)
     batch, num_tokens, channels = x_BTC.shape
     heads, width, value_width = state_BHKV.shape[1:]
     key_heads = (channels - heads * value_width) // (2 * width)
@@ -131,7 +135,8 @@ def delta_window(
     _window_kernel[(value_width // columns, heads, batch)](
         x_BTC, conv_BWC, weight_CW, a_BTH, b_BTH, A_log_H, dt_bias_H, state_BHKV, z_BTHV, norm_V, o, *factors, *strides,
         state_BHKV.stride(0), *z_strides, eps, num_tokens, heads, key_heads, width, value_width, weight_CW.shape[1],
-        columns, TOKENS, "tf32x3" if x_BTC.dtype == torch.float32 else "tf32", num_warps=8 if columns >= 128 else 4,
+        columns, TOKENS, "tf32x3" if x_BTC.dtype == torch.float32 else "tf32", overlap,
+        num_warps=8 if columns >= 128 else 4, **options(overlap),
     )  # fmt: skip
     return o, factors
 
@@ -139,7 +144,8 @@ def delta_window(
 @triton.jit
 def _commit_kernel(state_ptr, k_ptr, u_ptr, decay_ptr, n_ptr, batch, state_l, state_b, T: tl.constexpr, H: tl.constexpr,
                    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
-                   TOKENS: tl.constexpr):  # fmt: skip
+                   TOKENS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
     part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n = tl.load(n_ptr + row % batch).to(tl.int32)
     if n > 0:
@@ -157,7 +163,8 @@ def _commit_kernel(state_ptr, k_ptr, u_ptr, decay_ptr, n_ptr, batch, state_l, st
         tl.store(at, tl.exp(total) * state + tl.dot(k, u, input_precision="tf32x3"))
 
 
-def commit_delta_(state_BHKV: Tensor, factors: WindowFactors, n_B: Tensor) -> Tensor:
+def commit_delta_(state_BHKV: Tensor, factors: WindowFactors, n_B: Tensor, *, overlap: bool = False) -> Tensor:
+    overlap = able(overlap, state_BHKV.device)
     heads, width, value_width = state_BHKV.shape[-3:]
     layers = state_BHKV.shape[0] if state_BHKV.dim() == 5 else 1
     batch = state_BHKV.shape[-4]
@@ -169,14 +176,15 @@ def commit_delta_(state_BHKV: Tensor, factors: WindowFactors, n_B: Tensor) -> Te
     state_l = state_BHKV.stride(0) if state_BHKV.dim() == 5 else 0
     _commit_kernel[(value_width // columns, heads, layers * batch)](
         state_BHKV, *factors, n_B, batch, state_l, state_BHKV.stride(-4), num_tokens, heads, key_heads, width,
-        value_width, columns, TOKENS, num_warps=4,
+        value_width, columns, TOKENS, overlap, num_warps=4, **options(overlap),
     )  # fmt: skip
     return state_BHKV
 
 
 @triton.jit
 def _commit_convolution_kernel(conv_ptr, x_ptr, n_ptr, batch, channels, conv_l, conv_b, conv_w, x_l, x_b, x_t,
-                               KEPT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                               KEPT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     layer, b = row // batch, row % batch
     n = tl.load(n_ptr + b).to(tl.int32)
@@ -191,7 +199,8 @@ def _commit_convolution_kernel(conv_ptr, x_ptr, n_ptr, batch, channels, conv_l, 
         tl.store(conv_ptr + w * conv_w + c, tl.where(w + n < KEPT, old, new), mask=here)
 
 
-def commit_convolution_(conv_BWC: Tensor, x_BTC: Tensor, n_B: Tensor) -> Tensor:
+def commit_convolution_(conv_BWC: Tensor, x_BTC: Tensor, n_B: Tensor, *, overlap: bool = False) -> Tensor:
+    overlap = able(overlap, conv_BWC.device)
     batch, kept, channels = conv_BWC.shape[-3:]
     layers = conv_BWC.shape[0] if conv_BWC.dim() == 4 else 1
     assert conv_BWC.stride(-1) == 1
@@ -201,6 +210,6 @@ def commit_convolution_(conv_BWC: Tensor, x_BTC: Tensor, n_B: Tensor) -> Tensor:
     block = 1024
     _commit_convolution_kernel[(triton.cdiv(channels, block), layers * batch)](
         conv_BWC, x_BTC, n_B, batch, channels, conv_l, *conv_BWC.stride()[-3:-1], x_l, *x_BTC.stride()[-3:-1], kept,
-        block, num_warps=4,
+        block, overlap, num_warps=4, **options(overlap),
     )  # fmt: skip
     return conv_BWC

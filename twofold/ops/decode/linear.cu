@@ -7,7 +7,7 @@
 // depends on WARPS and K alone, so a row's result is the same bits whatever rows stand beside it.
 //
 // Compile-time: BITS 4|8|16, GROUP inputs a scale, ASYM, WARPS, R, NT tiles of 8 rows, STAGES, and what is fused: NORM,
-// GATED, RESIDUAL, TOP1.
+// GATED, RESIDUAL, TOP1, TAIL (more outputs, of 16-bit weights, by blocks of their own; with BITS 4).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -93,8 +93,8 @@ DEVICE float widen(u16 x) { return as_float((u32)x << 16); }
 extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
     const Quad* __restrict__ weight, const u32* __restrict__ scales, const u16* __restrict__ x_all,
     const u16* __restrict__ norm_weight, const u16* __restrict__ residual, u16* __restrict__ y,
-    float* __restrict__ best_score, i64* __restrict__ best_id, float eps, int M_all, int N, int K, int x_stride,
-    int residual_stride, int y_stride) {
+    float* __restrict__ best_score, i64* __restrict__ best_id, const Quad* __restrict__ tail, float eps, int M_all, int N,
+    int K, int tail_N, int x_stride, int residual_stride, int y_stride) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int steps = K / 64, tiles = (N + 15) / 16, groups = (tiles + R - 1) / R;
   const int first_row = blockIdx.y * NT * 8, M = M_all - first_row < NT * 8 ? M_all - first_row : NT * 8;
@@ -108,8 +108,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
   float* top_score = squares + WARPS * NT * 8;     // [NT * 8]
   int* top_id = (int*)(top_score + NT * 8);
 
-  int asked_group = blockIdx.x, asked_k = k_begin, slot = 0;
+#if TAIL  // the first blocks; their steps of 64 inputs are four slots, one for each j
+  const int tail_tiles = (tail_N + 15) / 16, tail_groups = (tail_tiles + R - 1) / R;
+  const bool in_tail = (int)blockIdx.x < tail_groups;
+  const int first_group = in_tail ? blockIdx.x : blockIdx.x - tail_groups, group_stride = gridDim.x - tail_groups;
+#else
+  constexpr bool in_tail = false;
+  const int first_group = blockIdx.x, group_stride = gridDim.x;
+#endif
+
+  int asked_group = first_group, asked_k = in_tail ? k_begin * 4 : k_begin, slot = 0;
   auto ask = [&](int into) {
+#if TAIL
+    if (in_tail) {
+      if (asked_k < k_end * 4) {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          const int tile = first_group * R + r < tail_tiles ? first_group * R + r : tail_tiles - 1;
+          copy_async<16>(ring + (into * R + r) * VECS * 32 + lane, tail + ((i64)tile * steps * 4 + asked_k) * 32 + lane);
+        }
+        asked_k++;
+      }
+      commit_copies();
+      return;
+    }
+#endif
     if (k_begin < k_end && asked_group < groups) {
 #pragma unroll
       for (int r = 0; r < R; r++) {
@@ -123,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
                               scales + (((i64)tile * scale_steps + scale_step) * 8 + g) * WORDS);
 #endif
       }
-      if (++asked_k == k_end) asked_k = k_begin, asked_group += gridDim.x;
+      if (++asked_k == k_end) asked_k = k_begin, asked_group += group_stride;
     }
     commit_copies();
   };
@@ -159,11 +182,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
   };
   if (k_begin < k_end) look_ahead(k_begin);
 
-  for (int group = blockIdx.x; group < groups; group += gridDim.x) {
+  for (int group = first_group; in_tail || group < groups; group += group_stride) {
     float acc[R][NT][4] = {};
 #if NORM
     float gram[NT][4] = {};
-    const bool measure = group == (int)blockIdx.x;
+    const bool measure = group == first_group;
 #endif
     for (int k = k_begin; k < k_end; k++) {
       u32 b[NT][8];
@@ -184,6 +207,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
 #pragma unroll
         for (int i = 0; i < 8; i++) b[n][i] = NORM ? fma2(ahead[n][i], ahead_norm[i], 0x80008000u) : ahead[n][i];
       look_ahead(k + 1 < k_end ? k + 1 : k_begin);
+#if TAIL
+      if (in_tail) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          await_copies<STAGES - 1>();
+#pragma unroll
+          for (int r = 0; r < R; r++) {
+            const Quad a = ring[(slot * R + r) * VECS * 32 + lane];
+#pragma unroll
+            for (int n = 0; n < NT; n++) mma(acc[r][n], a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
+          }
+          ask(slot);
+          slot = slot + 1 == STAGES ? 0 : slot + 1;
+        }
+        continue;
+      }
+#endif
       await_copies<STAGES - 1>();
 #pragma unroll
       for (int r = 0; r < R; r++) {
@@ -300,8 +340,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
 #endif
     for (int i = threadIdx.x; i < M * OUTPUTS / 2; i += THREADS) {
       const int row = i / (OUTPUTS / 2), pair = i % (OUTPUTS / 2) * 2;
+#if TAIL
+      const i64 column = (i64)group * OUTPUTS + pair + (in_tail ? N : 0);
+      if (column >= (in_tail ? N + tail_N : N)) continue;
+#else
       const i64 column = (i64)group * OUTPUTS + pair;
       if (column >= (GATED ? N / 2 : N)) continue;
+#endif
       float value[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -320,6 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
       *(u32*)(y + (i64)(first_row + row) * y_stride + column) = to_bf16x2(value[0], value[1]);
     }
 #endif
+    if (in_tail) break;
     __syncthreads();
   }
   await_copies<0>();

@@ -33,6 +33,7 @@ class Fused:
     norm: bool = False
     residual: bool = False
     top1: bool = False
+    tail: bool = False
 
 
 def choose(weight: PackedWeight, rows: int) -> Config:
@@ -62,6 +63,7 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
         "NORM": fused.norm,
         "RESIDUAL": fused.residual,
         "TOP1": fused.top1,
+        "TAIL": fused.tail,
     }
     return tuple(f"-D{name}={int(value)}" for name, value in values.items())
 
@@ -93,18 +95,25 @@ def packed_linear(
     norm_K: Tensor | None = None,
     eps: float = 0.0,
     residual_MN: Tensor | None = None,
+    tail: PackedWeight | None = None,
     out_MN: Tensor | None = None,
     overlap: bool = False,
     config: Config | None = None,
 ) -> Tensor:
     """[M, N] (N / 2 if gated), bfloat16. x, residual and out may be rows of a wider tensor, on 16 bytes; out may be the
-    residual."""
+    residual. `tail` is of 16 bits, behind a weight of 4 that is not gated."""
     rows = x_MK.shape[0]
     config = config or choose(weight, rows)
-    y = x_MK.new_empty(rows, weight.out_features) if out_MN is None else out_MN
-    _check(x_MK, weight, y, residual_MN, norm_K)
-    fused = Fused(norm=norm_K is not None, residual=residual_MN is not None)
-    _launch(x_MK, weight, config, fused, norm_K, eps, residual_MN, y, None, None, None, overlap)
+    width = weight.out_features + (0 if tail is None else tail.out_features)
+    y = x_MK.new_empty(rows, width) if out_MN is None else out_MN
+    _check(x_MK, weight, y, residual_MN, norm_K, width)
+    if tail is not None:
+        assert (weight.bits, tail.bits) == (4, 16)
+        assert tail.num_inputs == weight.num_inputs
+        assert not weight.gated
+        assert not tail.gated
+    fused = Fused(norm=norm_K is not None, residual=residual_MN is not None, tail=tail is not None)
+    _launch(x_MK, weight, config, fused, norm_K, eps, residual_MN, y, None, None, None, overlap, tail)
     return y
 
 
@@ -121,7 +130,7 @@ def top1(
     assert not weight.gated
     rows = x_MK.shape[0]
     config = config or choose(weight, rows)
-    _check(x_MK, weight, None, None, norm_K)
+    _check(x_MK, weight, None, None, norm_K, 0)
     fused = Fused(norm=norm_K is not None, top1=True)
     kernels = _kernels(defines(weight, config, fused), x_MK.device.index)
     groups = -(-weight.words.shape[0] // config.tiles)
@@ -162,20 +171,29 @@ def _launch(
     part_id: Tensor | None,
     blocks: int | None,
     overlap: bool,
+    tail: PackedWeight | None = None,
 ) -> None:
     kernel = _kernels(defines(weight, config, fused), x_MK.device.index)["packed_linear"]
     rows = x_MK.shape[0]
     groups = -(-weight.words.shape[0] // config.tiles)
+    if tail is not None:
+        groups += -(-tail.words.shape[0] // config.tiles)
     grid = (blocks or groups, -(-rows // (8 * config.row_tiles)))
-    tensors = weight.words, weight.scales, x_MK, norm_K, residual_MN, y_MN, part_score, part_id
-    sizes = rows, weight.num_outputs, weight.num_inputs
+    more, more_outputs = (None, 0) if tail is None else (tail.words, tail.num_outputs)
+    tensors = weight.words, weight.scales, x_MK, norm_K, residual_MN, y_MN, part_score, part_id, more
+    sizes = rows, weight.num_outputs, weight.num_inputs, more_outputs
     strides = x_MK.stride(0), *(0 if x is None else x.stride(0) for x in (residual_MN, y_MN))
     shared = shared_bytes(weight, config)
     kernel(grid, config.warps * 32, shared, (*tensors, float(eps), *sizes, *strides), overlap)
 
 
 def _check(
-    x_MK: Tensor, weight: PackedWeight, y_MN: Tensor | None, residual_MN: Tensor | None, norm_K: Tensor | None
+    x_MK: Tensor,
+    weight: PackedWeight,
+    y_MN: Tensor | None,
+    residual_MN: Tensor | None,
+    norm_K: Tensor | None,
+    width: int,
 ) -> None:
     assert x_MK.dim() == 2, f"x is {list(x_MK.shape)}"
     assert x_MK.shape[1] == weight.num_inputs, f"x is {list(x_MK.shape)}"
@@ -188,5 +206,5 @@ def _check(
                 f"{name} must be bfloat16 rows on 16 bytes, got {tensor.dtype} of strides {tensor.stride()}"
             )
     for tensor in (y_MN, residual_MN):
-        assert tensor is None or tensor.shape == (x_MK.shape[0], weight.out_features)
+        assert tensor is None or tensor.shape == (x_MK.shape[0], width)
     assert norm_K is None or norm_K.shape == (weight.num_inputs,)

@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twofold.ops.decode.overlap_triton import able, in_turn, options
+
 
 @triton.jit
 def _norm_kernel(x_ptr, other_ptr, weight_ptr, h_ptr, y_ptr, x_m, x_h, other_m, other_h, heads, eps, offset,
-                 D: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 D: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Row m, head h of x; `other` is added before (and the sum stored), or gates the result."""
+    in_turn(OVERLAP)
     m, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     here = d < D
@@ -40,7 +43,8 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _launch(x: Tensor, other: Tensor | None, weight_D: Tensor, h: Tensor | None, eps: float, offset: float,
-            gated: bool) -> Tensor:  # fmt: skip
+            gated: bool, overlap: bool) -> Tensor:  # fmt: skip
+    overlap = able(overlap, x.device)
     y = x.new_empty(x.shape)
     rows, heads, x_m, x_h = _strides(x)
     _, _, other_m, other_h = (0, 0, 0, 0) if other is None else _strides(other)
@@ -48,26 +52,29 @@ def _launch(x: Tensor, other: Tensor | None, weight_D: Tensor, h: Tensor | None,
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows, heads)](
         x, other, weight_D, h, y, x_m, x_h, other_m, other_h, heads, eps, offset, width, gated, block,
-        num_warps=max(1, min(8, block // 256)),
+        overlap, num_warps=max(1, min(8, block // 256)), **options(overlap),
     )  # fmt: skip
     return y
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    return _launch(x, None, weight_D, None, eps, offset, False)
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0, *, overlap: bool = False) -> Tensor:
+    return _launch(x, None, weight_D, None, eps, offset, False, overlap)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return _launch(x, gate, weight_D, None, eps, 0.0, True)
+def gated_rms_norm(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
+    return _launch(x, gate, weight_D, None, eps, 0.0, True, overlap)
 
 
-def add_rms_norm(x_MD: Tensor, residual_MD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_MD: Tensor, residual_MD: Tensor, weight_D: Tensor, eps: float, *, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     h = x_MD.new_empty(x_MD.shape)
-    return h, _launch(x_MD, residual_MD, weight_D, h, eps, 0.0, False)
+    return h, _launch(x_MD, residual_MD, weight_D, h, eps, 0.0, False, overlap)
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, x_m, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, y_ptr, x_m, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    in_turn(OVERLAP)
     m = tl.program_id(1).to(tl.int64)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + m * x_m + d, mask=d < width, other=0.0).to(tl.float32)
@@ -75,9 +82,12 @@ def _silu_mul_kernel(x_ptr, y_ptr, x_m, width, BLOCK: tl.constexpr):
     tl.store(y_ptr + m * width + d, (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty), mask=d < width)
 
 
-def silu_mul(gate_up_MD: Tensor) -> Tensor:
+def silu_mul(gate_up_MD: Tensor, *, overlap: bool = False) -> Tensor:
+    overlap = able(overlap, gate_up_MD.device)
     rows, width = gate_up_MD.shape[0], gate_up_MD.shape[1] // 2
     assert gate_up_MD.stride(-1) == 1
     y = gate_up_MD.new_empty(rows, width)
-    _silu_mul_kernel[(triton.cdiv(width, 1024), rows)](gate_up_MD, y, gate_up_MD.stride(0), width, 1024, num_warps=4)
+    _silu_mul_kernel[(triton.cdiv(width, 1024), rows)](
+        gate_up_MD, y, gate_up_MD.stride(0), width, 1024, overlap, num_warps=4, **options(overlap)
+    )
     return y

@@ -147,11 +147,12 @@ def packed_linear(
     norm_K: Tensor | None = None,
     eps: float = 0.0,
     residual_MN: Tensor | None = None,
+    tail: PackedWeight | None = None,
 ) -> Tensor:
     """y = f(x w^T) [M, N] in the dtype of x, sums in float32 at least; the reference of `linear_cuda.packed_linear`.
 
     With `norm_K` (offset included) x is x / rms(x) * norm. A gated weight gives silu(gate) * up [M, N / 2]. The
-    residual is added before the one rounding.
+    residual is added before the one rounding. `tail` has more outputs of the same x, which stand behind the others.
     """
     wide = torch.promote_types(x_MK.dtype, torch.float32)
     x = x_MK.to(wide)
@@ -161,6 +162,8 @@ def packed_linear(
     if weight.gated:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
+    if tail is not None:
+        y = torch.cat((y, x @ unpack(tail, wide).T), dim=-1)
     if residual_MN is not None:
         y = y + residual_MN.to(wide)
     return y.to(x_MK.dtype)
