@@ -175,7 +175,16 @@ def test_roofline_prints_the_paper_beside_an_a10g(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     for number in ("232", "782", "2313"):
         assert f"the paper measured {number} ms in all on an A10G" in out
-    assert json.loads(file.read_text())["settings"]["short"][0]["name"] == "BF16"
+    rows = json.loads(file.read_text())["settings"]["short"]
+    assert rows[0]["name"] == "BF16"
+    # and how far it is off a measurement: half the time of all that is predicted
+    half = {key: rows[0][key] / 2 for key in ("cycle_ms", "ttft_ms", "total_ms")}
+    measured = {"shape": "qwen3.5-4b", "ledger": [{"name": "BF16", "settings": {"short": half}}]}
+    file.write_text(json.dumps(measured))
+    assert main(["roofline", "--shape", "qwen3.5-4b", "--gpu", "a10g", "--measured", str(file)]) == 0
+    assert "predicted over measured: cycle +100%, first token +100%, total +100%" in capsys.readouterr().out
+    assert main(["roofline", "--shape", "tiny", "--gpu", "a10g", "--measured", str(file)]) == 2
+    assert "is no result of bench --shape tiny" in capsys.readouterr().err
 
 
 def test_report_makes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def _bench_shape(options: argparse.Namespace) -> None:
 def _roofline(options: argparse.Namespace) -> None:
     from twofold.pipeline.commands import roofline
 
-    _write_json(options.json, roofline(options.shape, options.gpu, options.accept_length))
+    _write_json(options.json, roofline(options.shape, options.gpu, options.accept_length, options.measured))
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -306,6 +306,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     roofline.add_argument(
         "--accept-length", type=float, default=5.03, metavar="X", help="tokens a cycle (default: %(default)s)"
+    )
+    roofline.add_argument(
+        "--measured", type=Path, metavar="FILE", help="of bench --shape there: also how far it is off"
     )
     json_file(roofline)
     evaluate = add(

@@ -1,6 +1,8 @@
 """The engine's benchmark: acceptance drawn around a mean, and figures that hang together."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,3 +100,19 @@ def test_settings_have_names() -> None:
         EngineBench(accept_length=2.0, settings=((1, 8),))
     with pytest.raises(ValueError, match="at least 1"):
         EngineBench(accept_length=2.0, runs=0)
+
+
+def test_the_result_has_what_its_table_shows() -> None:
+    """scripts/tables.py draws a result as `bench --shape` writes it."""
+    path = Path(__file__).parents[2] / "scripts" / "tables.py"
+    spec = importlib.util.spec_from_file_location("tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    config = EngineBench(accept_length=3.0, settings=((8, 6),), batches=(2,), warm_ups=0, runs=1)
+    found = measure_engine(TINY, config, Kernels.cpu(), CPU, torch.float32, lambda _: None)
+    made = {"command": "twofold bench", "date": "", "environment": {"hardware": "", "torch": ""}, **found}
+    drawn = tables.tables("engine_4b", made).splitlines()
+    assert sum(line.startswith("| 8/6 | ") for line in drawn) == 6
+    assert sum("| 2 | 2,048 |" in line for line in drawn) == 3

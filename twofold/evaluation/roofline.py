@@ -4,8 +4,9 @@ A pass over R rows reads every weight once, so at few rows its time is bytes ove
 operations over the peak. Each kernel in a captured graph costs a launch besides. B sequences, N block tokens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -253,4 +254,18 @@ def predict(shape: Shape, gpu: Gpu, prompt: int, new_tokens: int, accept_length:
                 total_ms=first + (new_tokens - 1) * per_token,
             )
         )
+    return found
+
+
+def against(predicted: Iterable[Prediction], measured: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Prediction over measurement, less 1, of cycle, first token and total, for the steps that were measured.
+
+    `measured` has the figures of each step by its name, as `engine.measure_engine` makes them.
+    """
+    found = []
+    for row in predicted:
+        if row.name in measured:
+            figures = measured[row.name]
+            errors = {key: getattr(row, key) / figures[key] - 1.0 for key in ("cycle_ms", "ttft_ms", "total_ms")}
+            found.append({"name": row.name, **errors})
     return found

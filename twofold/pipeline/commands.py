@@ -13,7 +13,7 @@ from twofold.decoding.engine import Engine
 from twofold.evaluation.acceptance import EvaluateConfig
 from twofold.evaluation.engine import EngineBench, measure_engine
 from twofold.evaluation.latency import BenchConfig
-from twofold.evaluation.roofline import PAPER_A10G, find_gpu, predict
+from twofold.evaluation.roofline import PAPER_A10G, against, find_gpu, predict
 from twofold.export.card import Card
 from twofold.export.engines import find_engine
 from twofold.export.folders import Exported, export
@@ -106,9 +106,11 @@ def bench_shape(shape: str, config: EngineBench, command: str, *, overlap: bool 
     }
 
 
-def roofline(shape: str, gpu: str, accept_length: float) -> Json:
-    """Prints and returns what a GPU can do at a shape, by bytes, operations and launches."""
+def roofline(shape: str, gpu: str, accept_length: float, measured: Path | None = None) -> Json:
+    """Prints and returns what a GPU can do at a shape, by bytes, operations and launches; beside it how far that is off
+    what `bench --shape` measured there."""
     found, device = find_shape(shape), find_gpu(gpu)
+    figures = {} if measured is None else _by_setting(measured, shape)
     print(f"{device.name}: {device.gigabytes_per_s:g} GB/s, {device.bf16_tflops:g} TF in BF16. {device.source}")
     print(f"predicted at accept length {accept_length:g}; a floor is at the data sheet's peaks and free launches\n")
     result: Json = {"shape": shape, "gpu": gpu, "accept_length": accept_length, "settings": {}}
@@ -121,12 +123,30 @@ def roofline(shape: str, gpu: str, accept_length: float) -> Json:
                 f"{row.ttft_ms:>9.1f} ms first {row.total_ms:>9.1f} ms total"
             )
         result["settings"][name] = [vars(row) for row in rows]
+        for off in against(rows, figures.get(name, {})):
+            print(
+                f"{name:<8}{off['name']:<16}predicted over measured: cycle {off['cycle_ms']:+.0%}, first token "
+                f"{off['ttft_ms']:+.0%}, total {off['total_ms']:+.0%}"
+            )
+            result["settings"][name].append({**off, "name": f"{off['name']}, error"})
         if (shape, gpu) == ("qwen3.5-4b", "a10g"):
             (swa,) = (row for row in rows if row.name == "+ SWA")
             paper = PAPER_A10G[name]
             print(f"{name:<8}the paper measured {paper:g} ms in all on an A10G; predicted {swa.total_ms:.0f} ms")
             result["settings"][name].append({"name": "paper", "total_ms": paper})
     return result
+
+
+def _by_setting(file: Path, shape: str) -> dict[str, dict[str, dict[str, float]]]:
+    """The figures of every setting and step in a file of `bench --shape`."""
+    data = json.loads(file.read_text())
+    if not isinstance(data, dict) or data.get("shape") != shape or "ledger" not in data:
+        raise ValueError(f"{file} is no result of bench --shape {shape}; make one with --json")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in data["ledger"]:
+        for setting, figures in row["settings"].items():
+            found.setdefault(setting, {})[row["name"]] = figures
+    return found
 
 
 def _commit() -> str:
