@@ -107,6 +107,7 @@ def packed_linear(
     width = weight.out_features + (0 if tail is None else tail.out_features)
     y = x_MK.new_empty(rows, width) if out_MN is None else out_MN
     _check(x_MK, weight, y, residual_MN, norm_K, width)
+    assert y.data_ptr() != x_MK.data_ptr(), "other blocks still read x"
     if tail is not None:
         assert (weight.bits, tail.bits) == (4, 16)
         assert tail.num_inputs == weight.num_inputs
