@@ -201,7 +201,7 @@ def _check(
     for name, tensor in (("x", x_MK), ("y", y_MN), ("residual", residual_MN), ("norm", norm_K)):
         if tensor is None:
             continue
-        rows_fit = tensor.dim() == 1 or tensor.stride(0) % 8 == 0
+        rows_fit = tensor.dim() == 1 or len(tensor) == 1 or tensor.stride(0) % 8 == 0
         if tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1 or not rows_fit or tensor.data_ptr() % 16:
             raise ValueError(
                 f"{name} must be bfloat16 rows on 16 bytes, got {tensor.dtype} of strides {tensor.stride()}"
