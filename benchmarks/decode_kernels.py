@@ -297,12 +297,15 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="above 16: products alone")
     parser.add_argument("--no-sweep", action="store_true", help="only the division of work that is chosen")
     args = parser.parse_args()
     torch.manual_seed(0)
     began = time.time()
     result: dict[str, Any] = {
-        "command": "python benchmarks/decode_kernels.py" + " --no-sweep" * args.no_sweep,
+        "command": " ".join(
+            ["python benchmarks/decode_kernels.py --rows", *map(str, args.rows)] + ["--no-sweep"] * args.no_sweep
+        ),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "environment": {
@@ -312,7 +315,7 @@ def main() -> None:
         },
         "bandwidth": BANDWIDTH,
     }
-    for rows in (1, 16):
+    for rows in args.rows:
         kinds: dict[str, Callable[[], dict[str, Any]]] = {
             "products": partial(products, rows, not args.no_sweep),
             "heads": partial(heads, rows, not args.no_sweep),
@@ -320,6 +323,8 @@ def main() -> None:
             "attention": partial(attentions, rows),
             "small": partial(small, rows),
         }
+        if rows > delta_triton.TOKENS:
+            kinds = {kind: kinds[kind] for kind in ("products", "heads")}
         for kind, measure in kinds.items():
             found = measure()
             torch.cuda.empty_cache()
@@ -328,7 +333,7 @@ def main() -> None:
                 shown = {
                     key: round(x, 4 if key == "error" else 1) for key, x in numbers.items() if isinstance(x, float)
                 }
-                print(rows, name, shown, flush=True)
+                print(rows, name, shown, *numbers.get("best_config", {}).values(), flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")  # what there is, should the time end
     print(f"{time.time() - began:.0f} s")
 

@@ -56,9 +56,11 @@ def test_attention(heads: int, key_heads: int, width: int, tokens: int, capabili
 
     block_m = min(64, max(16, triton.next_power_of_2(tokens * heads // key_heads)))
     keys, stages = kernels._blocks(width, 2, divmod(capability, 10))
-    sizes = {"T": tokens, "H": heads, "D": width, "WINDOW": 0, "BLOCK_N": keys, "CHUNK": kernels.LEAST}
+    draft = heads == 32
+    window = 1024 if draft else 0
+    sizes = {"T": tokens, "H": heads, "D": width, "WINDOW": window, "BLOCK_N": keys, "CHUNK": kernels.LEAST}
     pointers = {"q_ptr": BF16, "k_ptr": BF16, "v_ptr": BF16, "lengths_ptr": INT, "o_ptr": FLOAT, "log_ptr": FLOAT}
-    constants = {**sizes, "G": key_heads, "CAUSAL": True, "BLOCK_M": block_m, "PRECISION": "tf32"}
+    constants = {**sizes, "G": key_heads, "CAUSAL": not draft, "BLOCK_M": block_m, "PRECISION": "tf32"}
     warps = 4 if block_m <= 32 else 8
     compile_triton(kernels._split_kernel, pointers, constants, capability, num_warps=warps, num_stages=stages)
     pointers = {"o_ptr": FLOAT, "log_ptr": FLOAT, "lengths_ptr": INT, "gate_ptr": BF16, "out_ptr": BF16}
@@ -66,6 +68,10 @@ def test_attention(heads: int, key_heads: int, width: int, tokens: int, capabili
     names = ("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "new_q_ptr", "keys_ptr", "values_ptr")
     pointers = dict.fromkeys(names, BF16) | {"cos_ptr": FLOAT, "sin_ptr": FLOAT, "lengths_ptr": INT}
     constants = {"T": tokens, "H": heads, "D": width, "R": width // 4}
+    compile_triton(kernels._store_kernel, pointers, constants, capability, num_warps=2)
+    for name in ("q_ptr", "q_norm_ptr", "new_q_ptr"):  # a context has no queries
+        pointers.pop(name)
+        constants |= {name: None, "H": 0}
     compile_triton(kernels._store_kernel, pointers, constants, capability, num_warps=2)
 
 

@@ -184,10 +184,11 @@ def _store_kernel(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     b, t, head = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     position = tl.load(lengths_ptr + b).to(tl.int64) + t
     d = tl.arange(0, D)
-    if head < H:
-        q = _turned(q_ptr + b * q_b + t * q_t + head * q_h, q_norm_ptr, cos_ptr, sin_ptr, position, eps, D, R)
-        tl.store(new_q_ptr + ((b * T + t) * H + head) * D + d, q.to(new_q_ptr.dtype.element_ty))
-    else:
+    if q_ptr is not None:  # noqa: SIM102 - decided when it is compiled: without q there is nothing to compile
+        if head < H:
+            q = _turned(q_ptr + b * q_b + t * q_t + head * q_h, q_norm_ptr, cos_ptr, sin_ptr, position, eps, D, R)
+            tl.store(new_q_ptr + ((b * T + t) * H + head) * D + d, q.to(new_q_ptr.dtype.element_ty))
+    if head >= H:
         g = head - H
         k = _turned(k_ptr + b * k_b + t * k_t + g * k_g, k_norm_ptr, cos_ptr, sin_ptr, position, eps, D, R)
         tl.store(keys_ptr + b * keys_b + position * keys_s + g * keys_g + d, k.to(keys_ptr.dtype.element_ty))

@@ -87,10 +87,11 @@ DEVICE float widen(u16 x) { return as_float((u32)x << 16); }
 #define GROUPS (SCALED && GROUP == 32 ? 2 : 1)              // scale groups in a step of 64 inputs
 #define WORDS (GROUPS * (ASYM ? 2 : 1))                     // of a lane for a step and tile: scales, then shifts
 #define PITCH (NT * 8 + 1)
+#define RESIDENT (NT == 1 ? (WARPS < 24 ? 24 / WARPS : 1) : NT == 2 ? (WARPS < 16 ? 16 / WARPS : 1) : 1)  // blocks that registers are for
 
 // y = x W^T, NORM: of x * norm_weight with 1 / rms(x) applied at the end; GATED: a tile's first 8 outputs are gates of
 // its last 8; RESIDUAL: added; TOP1: only the largest score of each row and where it is, one for each block and row.
-extern "C" __global__ void __launch_bounds__(THREADS) packed_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_linear(
     const Quad* __restrict__ weight, const u32* __restrict__ scales, const u16* __restrict__ x_all,
     const u16* __restrict__ norm_weight, const u16* __restrict__ residual, u16* __restrict__ y,
     float* __restrict__ best_score, i64* __restrict__ best_id, const Quad* __restrict__ tail, float eps, int M_all, int N,

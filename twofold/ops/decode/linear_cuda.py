@@ -107,6 +107,7 @@ def packed_linear(
     width = weight.out_features + (0 if tail is None else tail.out_features)
     y = x_MK.new_empty(rows, width) if out_MN is None else out_MN
     _check(x_MK, weight, y, residual_MN, norm_K, width)
+    assert y.data_ptr() != x_MK.data_ptr(), "other blocks still read x"
     if tail is not None:
         assert (weight.bits, tail.bits) == (4, 16)
         assert tail.num_inputs == weight.num_inputs
@@ -200,7 +201,7 @@ def _check(
     for name, tensor in (("x", x_MK), ("y", y_MN), ("residual", residual_MN), ("norm", norm_K)):
         if tensor is None:
             continue
-        rows_fit = tensor.dim() == 1 or tensor.stride(0) % 8 == 0
+        rows_fit = tensor.dim() == 1 or len(tensor) == 1 or tensor.stride(0) % 8 == 0
         if tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1 or not rows_fit or tensor.data_ptr() % 16:
             raise ValueError(
                 f"{name} must be bfloat16 rows on 16 bytes, got {tensor.dtype} of strides {tensor.stride()}"
