@@ -104,6 +104,7 @@ def count_kernels(captured: CapturedCycle) -> int | None:
         return None
     from torch.profiler import ProfilerActivity, profile
 
+    captured.rows.reset(0)  # answers may have left no room
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         captured.launch()
         captured.read()
