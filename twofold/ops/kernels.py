@@ -107,7 +107,7 @@ class Kernels:
             passes = ("store_keys", "cache_attention", "delta_pass", "delta_commit", "rms_norm", "gated_rms_norm")
             others = ("draft_attention", "packed_convolution")
             kernels = replace(kernels, **{name: getattr(reference, name) for name in passes + others})
-        if (lack := served.why_no_products()) is not None:
+        if (lack := served.why_no_products(device)) is not None:
             _say_once(f"packed layers are multiplied as dense ones: {lack}")
             products = ("freeze_linear", "freeze_packed", "join", "top1")
             kernels = replace(kernels, **{name: getattr(reference, name) for name in products})

@@ -122,3 +122,27 @@ def test_a_model_on_packed_products(length: int, step: str) -> None:
     (a, _), (b, _) = (model(ids, state=model.new_state(1, 200)) for model in models)
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert torch.equal(ours.top1(b), wanted.top1(b))
+
+
+def test_what_products_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(served.importlib.util, "find_spec", absent)
+    assert "cuda-bindings is not installed" in str(served.why_no_products("cuda"))
+    monkeypatch.setattr(served.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert "older than compute capability 8.0" in str(served.why_no_products("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    assert served.why_no_products("cuda") is None
+
+
+def test_auto_without_products_multiplies_dense_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(served, "why_no_products", lambda _: "nothing to compile with")
+    chosen = Kernels.auto("cuda")
+    assert chosen.freeze_packed is None
+    assert chosen.top1 is Kernels.reference().top1
+    assert "nothing to compile with" in capsys.readouterr().err

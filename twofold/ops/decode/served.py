@@ -295,10 +295,14 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float, *, ove
     return norms_triton.gated_rms_norm(x, gate, weight_D, eps, overlap=overlap)
 
 
-def why_no_products() -> str | None:
-    """What products with packed weights lack on a GPU machine; None where nothing."""
+def why_no_products(device: torch.device | str) -> str | None:
+    """What products with packed weights lack on a machine with a GPU; None where nothing."""
     try:
         found = importlib.util.find_spec("cuda.bindings")
     except ModuleNotFoundError:
         found = None
-    return None if found else "cuda-bindings is not installed (pip install 'twofold[gpu]')"
+    if found is None:
+        return "cuda-bindings is not installed (pip install 'twofold[gpu]')"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
