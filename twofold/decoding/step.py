@@ -109,13 +109,12 @@ def decode_cycle(
 
     # verify: the target's own choice after every token of the block
     hidden, taps = target(block_BN, state=state, taps=taps_wanted)
-    positions_BN = state.ahead(num_tokens).positions_BT + 1
     logits = None
     if sampling.temperature == 0 and not scores:
         chosen_BN = target.top1(hidden)
     else:
         logits = target.logits(hidden)
-        chosen_BN = choose(logits, positions_BN, sampling, rows.seeds_B)
+        chosen_BN = choose(logits, state.ahead(num_tokens).positions_BT + 1, sampling, rows.seeds_B)
 
     # accept the longest prefix of the draft that the target chose itself, and one token more
     gained_B = accept(block_BN, chosen_BN) + 1
@@ -139,10 +138,10 @@ def draft(target: CausalLM, drafter: Drafter | None, rows: Rows, sampling: Sampl
     block_BN = torch.full((len(rows.anchors_B), num_tokens), drafter.config.mask_token_id, device=device)
     block_BN[:, 0] = rows.anchors_B
     hidden = drafter.draft(rows.draft_state, target.embed_tokens(block_BN))
-    positions_BN = rows.state.ahead(num_tokens - 1).positions_BT + 1
     if sampling.temperature == 0 and drafter.markov_head is None:
         block_BN[:, 1:] = drafter.top1(target, hidden[:, 1:])
         return block_BN
+    positions_BN = rows.state.ahead(num_tokens - 1).positions_BT + 1
     scores = drafter.scores(target, hidden[:, 1:])
     if drafter.markov_head is None:
         block_BN[:, 1:] = choose(scores, positions_BN, sampling, rows.seeds_B)
