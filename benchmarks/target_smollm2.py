@@ -11,7 +11,7 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     rtn awq gptq        post-training quantization
     frozen              distillation on the grid of the best of these, its scales frozen
     learned             the same, its scales learned
-    head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4
+    head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4 by GPTQ
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
@@ -20,7 +20,8 @@ text comes again.
 
 Every row is measured in float32 against the original on the held-out answers. Distillation: activations in bfloat16,
 masters in float32, forward KL over the whole vocabulary, all tokens of a conversation. What is made stays in --work, so
-that the rows can be spread over several calls; the result is rewritten after every row.
+that the rows can be spread over several calls, also at the same time (a training of this small model leaves a GPU idle
+for a third of the time); the result is rewritten after every row.
 
 The weights of this copy were 4-bit (GGUF Q4_1, groups of 32, asymmetric) before they were what is called original here.
 """
@@ -50,8 +51,9 @@ from twofold.models.checkpoint import load_target
 from twofold.models.smoothing import apply_smoothing
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
+from twofold.quant.gptq import Hessian, gptq
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
-from twofold.quant.rounding import Grid, search_grid
+from twofold.quant.rounding import Grid
 from twofold.quant.scheme import QuantScheme
 from twofold.training.distill import DistillConfig, distill
 from twofold.training.optimizer import OptimizerConfig
@@ -60,7 +62,9 @@ ROW = 1024
 IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq")
-ANSWERED = ("original", "awq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")  # IFEval's prompts
+WHAT = ("original", *PTQ, "frozen", "learned", "head8-rounded", "head8", "head4-rounded", "head4")
+# Rows that answer IFEval's prompts.
+ANSWERED = ("original", "awq g32", "gptq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")
 HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
 
 
@@ -99,12 +103,19 @@ class Bench:
         self.train, self.heldout = self.text()
         self.original = self.load().freeze()
         self.teacher = self.load().to(torch.bfloat16).requires_grad_(False)
-        self.rows, self.tries = (self.known(f"{name}.json") for name in ("rows", "tries"))
         print(f"{len(self.train)} rows to train on, {len(self.heldout)} held out", flush=True)
 
-    def known(self, name: str) -> list[dict[str, Any]]:
-        path = self.work / name
-        return json.loads(path.read_text()) if path.exists() else []
+    def keep(self, kind: str, name: str, found: dict[str, Any]) -> None:
+        folder = self.work / kind
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(found))
+        print(json.dumps(found), f"{self.left():.0f} s left", flush=True)
+
+    def kept(self, kind: str) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.work / kind).glob("*.json"))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return sorted(self.kept("rows"), key=place)
 
     def text(self) -> tuple[PackedRows, PackedRows]:
         kept = [self.work / "train.safetensors", self.work / "heldout.safetensors"]
@@ -142,7 +153,7 @@ class Bench:
         elif what in ("head8-rounded", "head4-rounded"):
             student = self.student(group_size, learned=False, head=None)
             start = self.load_trained(student, f"frozen g{group_size}")
-            quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
+            self.quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
             self.row(name, student, start=start, head=asdict(HEADS[what.removesuffix("-rounded")]))
         else:
             raise SystemExit(f"there is no row {what!r}")
@@ -158,15 +169,13 @@ class Bench:
         found = fidelity(
             student.float().freeze(), self.original, self.heldout.select(torch.arange(min(32, len(self.heldout))))
         )
-        self.tries.append({**about, **found})
-        (self.work / "tries.json").write_text(json.dumps(self.tries))
-        print(json.dumps(self.tries[-1]), f"{self.left():.0f} s left", flush=True)
+        self.keep("tries", f"{rate}-{batch_rows}-{steps}", {**about, **found})
 
     def schedule(self) -> tuple[float, int]:
         """Learning rate and rows a step: those given, else those of the best try."""
         if self.args.rate is not None:
             return self.args.rate, self.args.batch_rows
-        best = min(self.tries, key=lambda found: found["kl"])
+        best = min(self.kept("tries"), key=lambda found: found["kl"])
         return best["learning_rate"], best["batch_rows"]
 
     def ptq(self, method: str, group_size: int) -> tuple[CausalLM, dict[str, Any]]:
@@ -182,7 +191,7 @@ class Bench:
         return model, {"mean_output_error": sum(errors) / len(errors)}
 
     def best(self, group_size: int) -> str:
-        kl = {row["name"]: row["kl"] for row in self.rows}
+        kl = {row["name"]: row["kl"] for row in self.rows()}
         return min((m for m in PTQ if f"{m} g{group_size}" in kl), key=lambda m: kl[f"{m} g{group_size}"])
 
     def student(self, group_size: int, learned: bool, head: QuantScheme | None) -> CausalLM:
@@ -200,8 +209,20 @@ class Bench:
         model.norm.to(torch.bfloat16)
         model.lm_head.weight = model.embed_tokens.weight
         if head is not None:
-            quantize_head(model, head, learned)
+            self.quantize_head(model, head, learned)
         return model
+
+    @torch.no_grad()
+    def quantize_head(self, model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
+        """By GPTQ on the hidden states of this model; masters in float32, and the embedding stays as it is."""
+        weight = model.embed_tokens.weight.detach().float()
+        hessian = Hessian(weight.shape[1], device=self.device)
+        for numbers in torch.arange(self.args.calibration_rows).split(8):
+            batch = self.train.select(numbers).to(self.device)
+            hessian.add(model(batch.token_ids_NT, batch.positions_NT)[0][batch.used_NT])
+        q_VD, grid, _ = gptq(weight, hessian.matrix(), scheme)
+        rounded = PackedLinear.from_integers(q_VD, grid, scheme).dense_weight(torch.float32)
+        model.set_submodule("lm_head", FakeQuantLinear(rounded, grid, scheme, learn_scale=learned))
 
     def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int) -> dict[str, Any]:
         """Trains in place; returns what was done."""
@@ -235,10 +256,8 @@ class Bench:
         row = {"name": name, **about, **fidelity(frozen, self.original, self.heldout), "bytes": size}
         if self.args.ifeval is not None and name in ANSWERED:
             self.answer(name, frozen)
-        self.rows = [known for known in self.rows if known["name"] != name] + [row]
-        (self.work / "rows.json").write_text(json.dumps(self.rows))
+        self.keep("rows", name, row)
         self.write()
-        print(json.dumps(row), f"{self.left():.0f} s left", flush=True)
 
     def answer(self, name: str, model: CausalLM) -> None:
         """Answers to IFEval's prompts, for `score_ifeval.py`."""
@@ -255,13 +274,13 @@ class Bench:
         print(f"  IFEval answered in {time.monotonic() - began:.0f} s", flush=True)
 
     def asked(self) -> list[str]:
-        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.tries]
-        names = [row["name"].replace(" g", ":") for row in self.rows]
+        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.kept("tries")]
+        names = [row["name"].replace(" g", ":") for row in self.rows()]
         first = [name for name in names if name.split(":")[0] in ("original", *PTQ)]
         return first + tries + [name for name in names if name not in first]
 
     def write(self) -> None:
-        kl = {row["name"]: row["kl"] for row in self.rows}
+        kl = {row["name"]: row["kl"] for row in self.rows()}
         best = min((kl[f"{m} g32"] for m in PTQ if f"{m} g32" in kl), default=None)
         healed = min((kl[name] for name in ("frozen g32", "learned g32") if name in kl), default=None)
         result = {
@@ -277,9 +296,9 @@ class Bench:
             "heldout_tokens": int(self.heldout.answer_NT.sum()),
             "train_rows": len(self.train),
             "row_length": ROW,
-            "tries": self.tries,
+            "tries": self.kept("tries"),
             "kl_recovery": None if best is None or healed is None else 1 - healed / best,
-            "rows": self.rows,
+            "rows": self.rows(),
         }
         self.args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -288,10 +307,10 @@ def is_packed(layer: nn.Module) -> bool:
     return isinstance(layer, PackedLinear)
 
 
-def quantize_head(model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
-    """On a searched grid, with masters in float32; the embedding stays as it is."""
-    weight = model.embed_tokens.weight.detach().float()
-    model.set_submodule("lm_head", FakeQuantLinear(weight, search_grid(weight, scheme), scheme, learn_scale=learned))
+def place(row: dict[str, Any]) -> tuple[int, int]:
+    """Where a row stands in the table."""
+    what, _, group_size = row["name"].partition(" g")
+    return int(group_size or 0), WHAT.index(what)
 
 
 def unique_tensors(model: CausalLM) -> Iterable[Tensor]:
