@@ -40,15 +40,21 @@ def target_rows(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['heldout_tokens']:,} held-out answer tokens, {result['environment']['hardware']}, "
         f"{result['date']}. KL recovered over the best of rounding, AWQ and GPTQ: {result['kl_recovery']:.1%}.",
         "",
-        "| | KL to the original | top-1 agreement | perplexity | MB |",
-        "|---|---|---|---|---|",
+        "| | KL to the original | top-1 agreement | perplexity | IFEval, % of prompts | MB |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         steps = f", {row['steps']} steps at {row['learning_rate']:g}" if "steps" in row else ""
         start = f", from {row['start']}" if "start" in row else ""
-        figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {row['bytes'] / 1e6:.1f}"
+        figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {ifeval(row)} | {row['bytes'] / 1e6:.1f}"
         lines.append(f"| {row['name']}{start}{steps} | {figures} |")
     return "\n".join(lines) + "\n"
+
+
+def ifeval(row: dict[str, Any]) -> str:
+    if "ifeval" not in row:
+        return ""
+    return f"{100 * row['ifeval']['prompt_strict']:.1f} ± {100 * row['ifeval']['prompt_strict_stderr']:.1f}"
 
 
 def step_rows(result: dict[str, Any]) -> str:
