@@ -13,10 +13,11 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     learned             the same, its scales learned
     head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4 by GPTQ
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
+    head8-alone head4-alone        the same, the layers kept: give a --start
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
-With `--start WHAT`, `learned` and the heads begin with the weights of that row; give another `--seed` too, or the same
-text comes again.
+With `--start WHAT`, `learned` and the heads begin with the weights of that row, its head too where both have one; give
+another `--seed` too, or the same text comes again.
 
 Every row is measured in float32 against the original on the held-out answers. Distillation: activations in bfloat16,
 masters in float32, forward KL over the whole vocabulary, all tokens of a conversation. What is made stays in --work, so
@@ -62,7 +63,8 @@ ROW = 1024
 IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq")
-WHAT = ("original", *PTQ, "frozen", "learned", "head8-rounded", "head8", "head4-rounded", "head4")
+QAD = ("frozen", "learned", "head8-rounded", "head8-alone", "head8", "head4-rounded", "head4-alone", "head4")
+WHAT = ("original", *PTQ, *QAD)
 # Rows that answer IFEval's prompts.
 ANSWERED = ("original", "awq g32", "gptq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")
 HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
@@ -139,31 +141,38 @@ class Bench:
         elif what in PTQ:
             model, about = self.ptq(what, group_size)
             self.row(name, model, seconds=time.monotonic() - began, **about)
-        elif what in ("frozen", "learned", "head8", "head4"):
-            student = self.student(group_size, learned=what != "frozen", head=HEADS.get(what))
+        elif what in ("frozen", "learned", *HEADS, *(f"{head}-alone" for head in HEADS)):
+            head = HEADS.get(what.removesuffix("-alone"))
+            student = self.student(group_size, learned=what != "frozen")
             about: dict[str, Any] = {"grid": self.best(group_size)}
-            if what in HEADS:
-                about["head"] = asdict(HEADS[what])
-            if self.args.start is not None and what != "frozen":
-                about["start"] = self.load_trained(student, f"{self.args.start} g{group_size}")
-            about |= self.qad(student, self.args.steps, *self.schedule())
-            trained = {k: v.contiguous() for k, v in student.state_dict().items() if k.startswith("layers.")}
+            start = None if what == "frozen" or self.args.start is None else f"{self.args.start} g{group_size}"
+            if start is not None:
+                about["start"] = self.load_trained(student, start, "layers.")
+            if head is not None:  # on what these layers make
+                about["head"] = asdict(head)
+                self.quantize_head(student, head, learned=True)
+                if start is not None:
+                    self.load_trained(student, start, "lm_head.")
+            about |= self.qad(student, self.args.steps, *self.schedule(), layers=not what.endswith("-alone"))
+            parts = ("layers.",) if head is None else ("layers.", "lm_head.")
+            trained = {k: v.contiguous() for k, v in student.state_dict().items() if k.startswith(parts)}
             save_file(trained, str(self.work / f"{name}.safetensors"))
             self.row(name, student, **about)
         elif what in ("head8-rounded", "head4-rounded"):
-            student = self.student(group_size, learned=False, head=None)
-            start = self.load_trained(student, f"frozen g{group_size}")
+            student = self.student(group_size, learned=False)
+            start = self.load_trained(student, f"frozen g{group_size}", "layers.")
             self.quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
             self.row(name, student, start=start, head=asdict(HEADS[what.removesuffix("-rounded")]))
         else:
             raise SystemExit(f"there is no row {what!r}")
 
-    def load_trained(self, student: CausalLM, name: str) -> str:
-        student.load_state_dict(load_file(str(self.work / f"{name}.safetensors")), strict=False)  # layers alone
+    def load_trained(self, student: CausalLM, name: str, part: str) -> str:
+        trained = load_file(str(self.work / f"{name}.safetensors"))
+        student.load_state_dict({k: v for k, v in trained.items() if k.startswith(part)}, strict=False)
         return name
 
     def attempt(self, group_size: int, rate: float, batch_rows: int, steps: int) -> None:
-        student = self.student(group_size, learned=False, head=None)
+        student = self.student(group_size, learned=False)
         about = self.qad(student, steps, rate, batch_rows)
         pack_linears(student)
         found = fidelity(
@@ -194,7 +203,7 @@ class Bench:
         kl = {row["name"]: row["kl"] for row in self.rows()}
         return min((m for m in PTQ if f"{m} g{group_size}" in kl), key=lambda m: kl[f"{m} g{group_size}"])
 
-    def student(self, group_size: int, learned: bool, head: QuantScheme | None) -> CausalLM:
+    def student(self, group_size: int, learned: bool) -> CausalLM:
         """The original's weights as masters on the best grid; activations in bfloat16, norms in float32."""
         kept = load_file(str(self.work / f"{self.best(group_size)} g{group_size}.safetensors"))
         model, scheme = self.load(), QuantScheme(group_size=group_size)
@@ -208,8 +217,6 @@ class Bench:
         model.embed_tokens.to(torch.bfloat16)
         model.norm.to(torch.bfloat16)
         model.lm_head.weight = model.embed_tokens.weight
-        if head is not None:
-            self.quantize_head(model, head, learned)
         return model
 
     @torch.no_grad()
@@ -224,7 +231,7 @@ class Bench:
         rounded = PackedLinear.from_integers(q_VD, grid, scheme).dense_weight(torch.float32)
         model.set_submodule("lm_head", FakeQuantLinear(rounded, grid, scheme, learn_scale=learned))
 
-    def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int) -> dict[str, Any]:
+    def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int, layers: bool = True) -> dict[str, Any]:
         """Trains in place; returns what was done."""
         head = isinstance(student.lm_head, FakeQuantLinear)
         learned = any(isinstance(layer, FakeQuantLinear) and layer.learn_scale for layer in student.modules())
@@ -234,6 +241,7 @@ class Bench:
             row_length=ROW,
             scales="learned" if learned else "frozen",
             head=head,
+            layers=layers,
             vocab_chunk=student.config.vocab_size,
         )
         began = time.monotonic()

@@ -130,7 +130,7 @@ class _FusedLoss(torch.autograd.Function):
         wide, dtype = _wide(student_MD), student_MD.dtype
         share_M = weights_M.to(wide) / weights_M.to(wide).sum().clamp(min=1e-9)
         loss = torch.zeros((), dtype=wide, device=student_MD.device)
-        grad_MD = torch.zeros_like(student_MD, dtype=wide)
+        grad_MD = torch.zeros_like(student_MD, dtype=wide) if ctx.needs_input_grad[0] else None
         head_grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         for start in range(0, num_positions, size):
             block = slice(start, start + size)
@@ -139,17 +139,19 @@ class _FusedLoss(torch.autograd.Function):
             for rows, part_M, slope_MV in judge(block, chunks, s_MD, head_VD):
                 loss += torch.dot(part_M, share_M[block])
                 slope_MV = slope_MV.to(dtype)
-                grad_MD[block] += slope_MV @ head_VD[rows]
+                if grad_MD is not None:
+                    grad_MD[block] += slope_MV @ head_VD[rows]
                 if head_grad_VD is not None:
                     head_grad_VD[rows] += slope_MV.T @ shared_MD
-        grad_MD.mul_(share_M[:, None])
-        ctx.save_for_backward(grad_MD.to(dtype), None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype))
+        if grad_MD is not None:
+            grad_MD = grad_MD.mul_(share_M[:, None]).to(dtype)
+        ctx.save_for_backward(grad_MD, None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        grad_MD, head_grad_VD = ctx.saved_tensors
-        return grads[0] * grad_MD, None if head_grad_VD is None else grads[0] * head_grad_VD, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        slopes = [None if slope is None else grads[0] * slope for slope in ctx.saved_tensors]
+        return slopes[0], slopes[1], None, None, None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
