@@ -13,9 +13,9 @@ test: $(VENV)/.installed lint
 
 # vLLM, in an environment of its own, answers as Twofold does: exports of the pocket model, token for token.
 interop: $(VENV)/.installed $(VENV)-interop/.installed
-	$(BIN)/python scripts/interop/compare.py --python $(VENV)-interop/bin/python
+	$(BIN)/python scripts/interop/compare.py --python $(VENV)-interop/bin/python --json build/interop_cpu.json
 
-$(VENV)-interop/.installed: scripts/interop/environment.sh scripts/interop/requirements.txt
+$(VENV)-interop/.installed: scripts/interop/environment.sh scripts/interop/torch_for_cpu.sh scripts/interop/requirements.txt
 	PYTHON=$(PYTHON) scripts/interop/environment.sh $(VENV)-interop
 
 # A checkpoint of llm-compressor's GPTQ, made in an environment of its own, is where distillation starts.
@@ -25,6 +25,7 @@ llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed
 
 $(VENV)-llmcompressor/.installed: scripts/interop/requirements-llmcompressor.txt
 	$(PYTHON) -m venv $(VENV)-llmcompressor
+	scripts/interop/torch_for_cpu.sh $(VENV)-llmcompressor
 	$(VENV)-llmcompressor/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
