@@ -2,7 +2,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint interop llm-compressor clean
+TRANSFORMERS := 5.17 5.18 5.19 5.20 5.21
+
+.PHONY: demo test lint interop interop-transformers llm-compressor clean
 
 # The whole pipeline on the embedded pocket model: from prompts to report.
 demo: $(VENV)/.installed
@@ -17,6 +19,14 @@ interop: $(VENV)/.installed $(VENV)-interop/.installed
 
 $(VENV)-interop/.installed: scripts/interop/environment.sh scripts/interop/torch_for_cpu.sh scripts/interop/requirements.txt
 	PYTHON=$(PYTHON) scripts/interop/environment.sh $(VENV)-interop
+
+# Every transformers that Twofold allows, each in an environment of its own, gives Twofold's logits.
+interop-transformers: $(VENV)/.installed $(TRANSFORMERS:%=$(VENV)-transformers-%/.installed)
+	$(BIN)/python scripts/interop/compare_transformers.py --json build/interop_transformers.json \
+		$(TRANSFORMERS:%=--python $(VENV)-transformers-%/bin/python)
+
+$(VENV)-transformers-%/.installed: $(VENV)/.installed scripts/interop/transformers_environment.sh
+	PYTHON=$(PYTHON) scripts/interop/transformers_environment.sh $(VENV)-transformers-$* $* $(VENV)
 
 # A checkpoint of llm-compressor's GPTQ, made in an environment of its own, is where distillation starts.
 llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed

@@ -63,10 +63,10 @@ class Result:
     stand_ins: list[str]
 
 
-def pack(module: nn.Module, names: list[str]) -> None:
+def pack(module: nn.Module, names: list[str], scheme: QuantScheme = SCHEME) -> None:
     def packed(_: str, linear: nn.Linear) -> PackedLinear:
-        grid = search_grid(linear.weight.detach(), SCHEME)
-        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, SCHEME))
+        grid = search_grid(linear.weight.detach(), scheme)
+        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, scheme))
 
     replace_linears(module, names, packed)
 
