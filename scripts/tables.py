@@ -30,9 +30,13 @@ def take(run: Path, name: str) -> None:
 
 def tables(name: str, result: dict[str, Any]) -> str:
     """The tables of a result, in Markdown."""
-    return {"target_smollm2": target_rows, "target_4b_step": step_rows, "interop_cpu": interop_rows}.get(
-        name, report_tables
-    )(result)
+    writers = {
+        "target_smollm2": target_rows,
+        "target_4b_step": step_rows,
+        "interop_cpu": interop_rows,
+        "interop_transformers": transformers_rows,
+    }
+    return writers.get(name, report_tables)(result)
 
 
 def target_rows(result: dict[str, Any]) -> str:
@@ -88,6 +92,26 @@ def interop_rows(result: dict[str, Any]) -> str:
         lengths = row["accept_length"]
         theirs, ours = ("", "") if lengths is None else (f"{length:.2f}" for length in lengths)
         lines.append(f"| {row['name']} | {row['equal']} | {row['near_ties']} | {theirs} | {ours} |")
+    return "\n".join(lines) + "\n"
+
+
+def transformers_rows(result: dict[str, Any]) -> str:
+    found: dict[str, dict[str, float]] = {}
+    for row in result["results"]:
+        version = f"{row['transformers']} | {row['compressed_tensors']}"
+        found.setdefault(version, {})[row["name"]] = row["difference"]
+    names = list(next(iter(found.values())))
+    rows = result["results"]
+    lines = [
+        f"`{result['command']}` on {result['date']}: {result['hardware']}, torch {result['torch']}; the largest "
+        f"difference of a logit over {rows[0]['positions']} positions, at {sum(row['other_tokens'] for row in rows)} "
+        "of which another token was best.",
+        "",
+        f"| transformers | compressed-tensors | {' | '.join(names)} |",
+        "|---" * (2 + len(names)) + "|",
+    ]
+    for version, differences in found.items():
+        lines.append(f"| {version} | {' | '.join(f'{differences[name]:.1e}' for name in names)} |")
     return "\n".join(lines) + "\n"
 
 
