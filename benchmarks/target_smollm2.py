@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, Rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -102,22 +103,12 @@ class Bench:
         self.deadline = time.monotonic() + args.seconds
         self.work.mkdir(parents=True, exist_ok=True)
         self.tokenizer = Tokenizer.load(args.model)
+        self.rows = Rows(self.work / "rows", place)
+        self.tries = Rows(self.work / "tries", lambda row: row["kl"])
         self.train, self.heldout = self.text()
         self.original = self.load().freeze()
         self.teacher = self.load().to(torch.bfloat16).requires_grad_(False)
         print(f"{len(self.train)} rows to train on, {len(self.heldout)} held out", flush=True)
-
-    def keep(self, kind: str, name: str, found: dict[str, Any]) -> None:
-        folder = self.work / kind
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(found))
-        print(json.dumps(found), f"{self.left():.0f} s left", flush=True)
-
-    def kept(self, kind: str) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted((self.work / kind).glob("*.json"))]
-
-    def rows(self) -> list[dict[str, Any]]:
-        return sorted(self.kept("rows"), key=place)
 
     def text(self) -> tuple[PackedRows, PackedRows]:
         kept = [self.work / "train.safetensors", self.work / "heldout.safetensors"]
@@ -130,6 +121,10 @@ class Bench:
 
     def load(self) -> CausalLM:
         return load_target(self.args.model, torch.float32, Kernels.auto(self.device)).to(self.device)
+
+    def keep(self, table: Rows, row: Row) -> None:
+        table.keep(row)
+        print(json.dumps(row), f"{self.left():.0f} s left", flush=True)
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -178,13 +173,13 @@ class Bench:
         found = fidelity(
             student.float().freeze(), self.original, self.heldout.select(torch.arange(min(32, len(self.heldout))))
         )
-        self.keep("tries", f"{rate}-{batch_rows}-{steps}", {**about, **found})
+        self.keep(self.tries, {"name": f"{rate} {batch_rows} {steps}", **about, **found})
 
     def schedule(self) -> tuple[float, int]:
         """Learning rate and rows a step: those given, else those of the best try."""
         if self.args.rate is not None:
             return self.args.rate, self.args.batch_rows
-        best = min(self.kept("tries"), key=lambda found: found["kl"])
+        best = self.tries.all()[0]
         return best["learning_rate"], best["batch_rows"]
 
     def ptq(self, method: str, group_size: int) -> tuple[CausalLM, dict[str, Any]]:
@@ -200,7 +195,7 @@ class Bench:
         return model, {"mean_output_error": sum(errors) / len(errors)}
 
     def best(self, group_size: int) -> str:
-        kl = {row["name"]: row["kl"] for row in self.rows()}
+        kl = {row["name"]: row["kl"] for row in self.rows.all()}
         return min((m for m in PTQ if f"{m} g{group_size}" in kl), key=lambda m: kl[f"{m} g{group_size}"])
 
     def student(self, group_size: int, learned: bool) -> CausalLM:
@@ -264,7 +259,7 @@ class Bench:
         row = {"name": name, **about, **fidelity(frozen, self.original, self.heldout), "bytes": size}
         if self.args.ifeval is not None and name in ANSWERED:
             self.answer(name, frozen)
-        self.keep("rows", name, row)
+        self.keep(self.rows, row)
         self.write()
 
     def answer(self, name: str, model: CausalLM) -> None:
@@ -282,13 +277,13 @@ class Bench:
         print(f"  IFEval answered in {time.monotonic() - began:.0f} s", flush=True)
 
     def asked(self) -> list[str]:
-        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.kept("tries")]
-        names = [row["name"].replace(" g", ":") for row in self.rows()]
+        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.tries.all()]
+        names = [row["name"].replace(" g", ":") for row in self.rows.all()]
         first = [name for name in names if name.split(":")[0] in ("original", *PTQ)]
         return first + tries + [name for name in names if name not in first]
 
     def write(self) -> None:
-        kl = {row["name"]: row["kl"] for row in self.rows()}
+        kl = {row["name"]: row["kl"] for row in self.rows.all()}
         best = min((kl[f"{m} g32"] for m in PTQ if f"{m} g32" in kl), default=None)
         healed = min((kl[name] for name in ("frozen g32", "learned g32") if name in kl), default=None)
         result = {
@@ -304,9 +299,9 @@ class Bench:
             "heldout_tokens": int(self.heldout.answer_NT.sum()),
             "train_rows": len(self.train),
             "row_length": ROW,
-            "tries": self.kept("tries"),
+            "tries": self.tries.all(),
             "kl_recovery": None if best is None or healed is None else 1 - healed / best,
-            "rows": self.rows(),
+            "rows": self.rows.all(),
         }
         self.args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -315,7 +310,7 @@ def is_packed(layer: nn.Module) -> bool:
     return isinstance(layer, PackedLinear)
 
 
-def place(row: dict[str, Any]) -> tuple[int, int]:
+def place(row: Row) -> tuple[int, int]:
     """Where a row stands in the table."""
     what, _, group_size = row["name"].partition(" g")
     return int(group_size or 0), WHAT.index(what)

@@ -20,7 +20,7 @@ from twofold.data.conversations import (
 from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import PromptsConfig, read_labelled_prompts, tokenize_prompts
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import QuantizeConfig, quantize_target
+from twofold.models.calibration import Calibration, QuantizeConfig, quantize_target
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, save_target
 from twofold.models.smoothing import apply_smoothing
@@ -110,10 +110,7 @@ def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:
     rows = rows.select(torch.arange(min(config.rows, len(rows))))
     texts = rows.token_ids_NT, rows.positions_NT, rows.used_NT
     made = quantize_target(model, *texts, config, context.report)
-    save_target(model, context.output, source)
-    if config.method != "gptq":
-        save_file(made.smoothing, str(context.output / SMOOTHING))
-    (context.output / LAYERS).write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
+    save_quantized(model, made, config, source, context.output)
     worst = max(made.layers, key=lambda layer: layer.weight_error)
     return {
         "layers": len(made.layers),
@@ -137,6 +134,14 @@ def _import_grid(context: StageContext[With[QuantizeConfig]], checkpoint: Path) 
 
 def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
     return pack(load_conversations(context.inputs["generate"] / HELDOUT), context.config.own.row_length)
+
+
+def save_quantized(model: CausalLM, made: Calibration, config: QuantizeConfig, source: Path, folder: Path) -> None:
+    """A model of `quantize_target` as `student_of` reads it."""
+    save_target(model, folder, source)
+    if config.method != "gptq":
+        save_file(made.smoothing, str(folder / SMOOTHING))
+    (folder / LAYERS).write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
 
 
 def student_of(original: Path, quantized: Path, learn_scale: bool = False) -> CausalLM:
