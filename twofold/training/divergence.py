@@ -18,8 +18,8 @@ exist (or a chunk of one position). What needs a sum over the vocabulary first (
 pass of its own over the chunks, unless there is only one. The gradient is made in the forward pass. Products are in
 the dtype of the inputs; all else, sums of gradients too, is float32 at least.
 
-On a GPU, forward KL takes the whole vocabulary of fewer positions at a time: as little memory, but the scores are made
-once, and one kernel (`ops.kl_triton`) turns them into losses and gradient.
+On a GPU the whole vocabulary of fewer positions goes by at a time: as little memory, but scores are made once, and one
+kernel (`ops.divergence_triton`) turns them into losses and gradient.
 """
 
 import math
@@ -60,8 +60,8 @@ def linear_divergence(
     `chunk` vocabulary rows at a time; equal weights unless given, and 0 where all are 0. Gradients reach
     `student_MD`, and `head_VD` where it requires one; the teacher is a constant.
     """
-    if kind == "forward_kl" and student_MD.is_cuda and student_MD.dtype != torch.float64:
-        judge = _fused_judge(teacher_MD, teacher_head_VD)
+    if _fuses(student_MD):
+        judge = _fused_judge(teacher_MD, teacher_head_VD, kind)
         return _apply(student_MD, head_VD, weights_M, judge, len(head_VD), _FUSED_BLOCK)
     return _apply(student_MD, head_VD, weights_M, _dense_judge(teacher_MD, teacher_head_VD, kind), chunk)
 
@@ -84,6 +84,8 @@ def linear_cross_entropy(
     student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chunk: int = 32_768, weights_M: Tensor | None = None
 ) -> Tensor:
     """The mean over positions of -log q(label), q = softmax(student_MD head_VD^T); see `linear_divergence`."""
+    if _fuses(student_MD):
+        return _apply(student_MD, head_VD, weights_M, _fused_label_judge(labels_M), len(head_VD), _FUSED_BLOCK)
     return _apply(student_MD, head_VD, weights_M, _label_judge(labels_M), chunk)
 
 
@@ -198,13 +200,26 @@ def _dense_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) 
     return judge
 
 
-def _fused_judge(teacher_MD: Tensor, teacher_head_VD: Tensor) -> _Judge:
-    from twofold.ops.kl_triton import forward_kl_
+def _fuses(student_MD: Tensor) -> bool:
+    return student_MD.is_cuda and student_MD.dtype != torch.float64
+
+
+def _fused_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) -> _Judge:
+    from twofold.ops.divergence_triton import divergence_
 
     def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
-        assert len(chunks) == 1
         scores_MV = s_MD @ head_VD.T
-        yield chunks[0], forward_kl_(scores_MV, teacher_MD[block] @ teacher_head_VD.T), scores_MV
+        yield chunks[0], divergence_(kind, scores_MV, teacher_MD[block] @ teacher_head_VD.T), scores_MV
+
+    return judge
+
+
+def _fused_label_judge(labels_M: Tensor) -> _Judge:
+    from twofold.ops.divergence_triton import cross_entropy_
+
+    def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
+        scores_MV = s_MD @ head_VD.T
+        yield chunks[0], cross_entropy_(scores_MV, labels_M[block]), scores_MV
 
     return judge
 
