@@ -2,7 +2,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint interop llm-compressor clean
+TRANSFORMERS := 5.17 5.18 5.19 5.20 5.21
+
+.PHONY: demo test lint interop interop-transformers llm-compressor clean
 
 # The whole pipeline on the embedded pocket model: from prompts to report.
 demo: $(VENV)/.installed
@@ -13,10 +15,18 @@ test: $(VENV)/.installed lint
 
 # vLLM, in an environment of its own, answers as Twofold does: exports of the pocket model, token for token.
 interop: $(VENV)/.installed $(VENV)-interop/.installed
-	$(BIN)/python scripts/interop/compare.py --python $(VENV)-interop/bin/python
+	$(BIN)/python scripts/interop/compare.py --python $(VENV)-interop/bin/python --json build/interop_cpu.json
 
-$(VENV)-interop/.installed: scripts/interop/environment.sh scripts/interop/requirements.txt
+$(VENV)-interop/.installed: scripts/interop/environment.sh scripts/interop/torch_for_cpu.sh scripts/interop/requirements.txt
 	PYTHON=$(PYTHON) scripts/interop/environment.sh $(VENV)-interop
+
+# Every transformers that Twofold allows, each in an environment of its own, gives Twofold's logits.
+interop-transformers: $(VENV)/.installed $(TRANSFORMERS:%=$(VENV)-transformers-%/.installed)
+	$(BIN)/python scripts/interop/compare_transformers.py --json build/interop_transformers.json \
+		$(TRANSFORMERS:%=--python $(VENV)-transformers-%/bin/python)
+
+$(VENV)-transformers-%/.installed: $(VENV)/.installed scripts/interop/transformers_environment.sh
+	PYTHON=$(PYTHON) scripts/interop/transformers_environment.sh $(VENV)-transformers-$* $* $(VENV)
 
 # A checkpoint of llm-compressor's GPTQ, made in an environment of its own, is where distillation starts.
 llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed
@@ -25,6 +35,7 @@ llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed
 
 $(VENV)-llmcompressor/.installed: scripts/interop/requirements-llmcompressor.txt
 	$(PYTHON) -m venv $(VENV)-llmcompressor
+	scripts/interop/torch_for_cpu.sh $(VENV)-llmcompressor
 	$(VENV)-llmcompressor/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 

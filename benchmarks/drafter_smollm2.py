@@ -7,9 +7,10 @@ FOLDER is a Hugging Face folder of the model. CONVERSATIONS are JSON lines (.xz)
 the model itself; those whose prompt's SHA-256 is 0 modulo 50 are left out. FILE has JSON lines (.gz or not) with
 `prompt`, `question` or `turns`, and optionally `category`: what is measured on, never trained on.
 
-WORK keeps the INT4 target, its greedy answers and every trained drafter, so that the rows can be made in several calls:
-a call makes the rows of `--only` (all by default) that RESULT does not have and that fit into `--seconds`, rewriting
-RESULT after each. `--only` takes beginnings of names; `--list` prints them.
+WORK keeps the INT4 target, its greedy answers, every trained drafter and every row, so that the rows can be made in
+several calls, also at the same time once one has made the target and its answers: a call makes the rows of `--only`
+(all by default) that WORK does not have and that fit into `--seconds`, rewriting RESULT after each. `--only` takes
+beginnings of names; `--list` prints them.
 
 Accept length: the INT4 target answers every prompt greedily; a drafter drafts at every anchor of those answers, and the
 cycles that decoding would take are counted (`teacher_forced_acceptance`; the row "engine" measures the decode loop
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, Rows
 from safetensors.torch import load_file, save_file
 from target_smollm2 import IM_END, SYSTEM, NoCheckpoints, conversations
 
@@ -51,7 +53,7 @@ from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
-from twofold.pipeline.target_stages import SMOOTHING, student_of
+from twofold.pipeline.target_stages import save_quantized, student_of
 from twofold.quant.linear import pack_linears
 from twofold.quant.scheme import QuantScheme
 from twofold.training.blocks import calibration_drafts, teacher_forced_acceptance
@@ -149,18 +151,13 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         self.kernels = Kernels.auto(self.device)
         self.tokenizer = Tokenizer.load(args.model)
-        self.result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
+        order = list(all_rows(args.first_share, args.group_size))
+        self.rows = Rows(self.work / "rows", lambda row: order.index(row["name"]))
         self.measured: dict[str, Acceptance] = {}
         self.targets: dict[str, CausalLM] = {}
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
-
-    def has(self, name: str) -> bool:
-        return any(row["name"] == name for row in self.result["rows"])
-
-    def find(self, name: str) -> dict[str, Any]:
-        return next(row for row in self.result["rows"] if row["name"] == name)
 
     # text
 
@@ -174,7 +171,7 @@ class Bench:
         return load_conversations(path)
 
     @cached_property
-    def rows(self) -> PackedRows:
+    def text(self) -> PackedRows:
         path = self.work / f"rows_{self.args.row_length}.safetensors"
         if not path.exists():
             fits = [c for c in self.conversations if len(c.prompt_ids) + len(c.answer_ids) <= self.args.row_length]
@@ -229,17 +226,16 @@ class Bench:
         folder, ptq = self.work / "target", self.work / "target_ptq"
         if (folder / "config.json").exists():
             return folder
-        rows = self.rows.select(torch.arange(min(32, len(self.rows))))
+        rows = self.text.select(torch.arange(min(32, len(self.text))))
         model = load_target(self.args.model, torch.float32, self.kernels).to(self.device)
         texts = rows.token_ids_NT, rows.positions_NT, rows.used_NT
-        made = quantize_target(model, *texts, QuantizeConfig(method="awq", group_size=self.args.group_size), quiet)
-        save_target(model, ptq, self.args.model)
-        save_file(made.smoothing, str(ptq / SMOOTHING))
+        grid = QuantizeConfig(method="awq", group_size=self.args.group_size)
+        save_quantized(model, quantize_target(model, *texts, grid, quiet), grid, self.args.model, ptq)
         student = student_of(self.args.model, ptq)
-        optimizer = OptimizerConfig(steps=self.args.distill_steps, learning_rate=3e-5, checkpoint_every=10**9)
-        config = DistillConfig(optimizer=optimizer, batch_rows=8, row_length=self.args.row_length)
+        optimizer = OptimizerConfig(steps=self.args.distill_steps, learning_rate=2e-4, checkpoint_every=10**9)
+        config = DistillConfig(optimizer=optimizer, batch_rows=16, row_length=self.args.row_length)
         teacher = self.target("bf16")
-        distill(student, teacher, self.rows, config, 0, NoCheckpoints(), self.progress("target"), dict)
+        distill(student, teacher, self.text, config, 0, NoCheckpoints(), self.progress("target"), dict)
         pack_linears(student)
         save_target(student, folder, self.args.model)
         print(f"INT4 target made, {self.left():.0f} s left", flush=True)
@@ -261,7 +257,7 @@ class Bench:
     def config(self, training: Training) -> DraftConfig:
         loss, positions = training.loss, training.positions
         if loss is None:
-            best = self.find(self.best_direct())
+            best = self.best_direct()
             loss, positions = DraftLoss(**best["loss"]), best["positions"]
         steps = max(1, round(training.share * self.args.steps))
         return DraftConfig(
@@ -278,11 +274,11 @@ class Bench:
             scales="frozen" if training.quantize is None else "learned",
         )
 
-    def best_direct(self) -> str:
-        rows = [row for row in self.result["rows"] if row["name"].startswith("direct ") and "Markov" not in row["name"]]
+    def best_direct(self) -> Row:
+        rows = [row for row in self.rows.all() if row["name"].startswith("direct ") and "Markov" not in row["name"]]
         if not rows:
             raise ValueError('the best loss is chosen among the rows "direct ..."; make them first')
-        return str(max(rows, key=lambda row: row["accept_length"])["name"])
+        return max(rows, key=lambda row: row["accept_length"])
 
     def train(self, name: str, training: Training) -> tuple[Drafter, dict[str, Any]]:
         config, target = self.config(training), self.target(training.target)
@@ -304,9 +300,9 @@ class Bench:
             drafter = Drafter.initialized(made, 0, self.kernels).to(self.device)
         if training.window is not None:
             drafter.config = replace(drafter.config, sliding_window=training.window)
-        self.rows  # noqa: B018  the text is no part of the time
+        text = self.text  # making it is no part of the time
         began = time.monotonic()
-        train_drafter(drafter, target, self.rows, config, 0, NoCheckpoints(), self.progress(name), dict)
+        train_drafter(drafter, target, text, config, 0, NoCheckpoints(), self.progress(name), dict)
         seconds = time.monotonic() - began
         save_drafter(drafter, self.folder(name))
         steps = config.optimizer.steps
@@ -344,8 +340,7 @@ class Bench:
 
     def row(self, name: str, found: Acceptance, about: dict[str, Any]) -> None:
         self.measured[name] = found
-        rows = [row for row in self.result["rows"] if row["name"] != name]
-        self.result["rows"] = [*rows, {"name": name, **about, **found.figures()}]
+        self.rows.keep({"name": name, **about, **found.figures()})
         self.write()
         low, high = found.interval()
         print(f"{name}: {found.accept_length:.3f} [{low:.3f}, {high:.3f}], {self.left():.0f} s left", flush=True)
@@ -361,11 +356,11 @@ class Bench:
 
     def write(self) -> None:
         settings = {k: v for k, v in vars(self.args).items() if k in SETTINGS}
-        rows = {row["name"]: row for row in self.result["rows"]}
+        rows = {row["name"]: row for row in self.rows.all()}
         best = max((row["accept_length"] for n, row in rows.items() if n.startswith("two stages")), default=None)
         kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BASE}, trained INT4"]
         quantized = [rows[name]["over_dense"] for name in kinds if name in rows]
-        self.result = {
+        result = {
             "command": "python benchmarks/drafter_smollm2.py --model FOLDER --conversations CONVERSATIONS --prompts "
             "PROMPTS --work WORK --out RESULT "
             + " ".join(f"--{k.replace('_', '-')} {text_of(v)}" for k, v in settings.items()),
@@ -380,9 +375,9 @@ class Bench:
             "hard_label_direct": rows["direct hard"]["accept_length"] if "direct hard" in rows else None,
             "quantized_over_bf16": max(quantized, default=None),
             "prompts": len(self.questions[1]),
-            "rows": self.result["rows"],
+            "rows": list(rows.values()),
         }
-        self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
+        self.args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def one_a_row(answers: list[Conversation], length: int) -> PackedRows:
@@ -405,7 +400,7 @@ def trained_row(bench: Bench, name: str, training: Training) -> None:
 
 def quantized_row(bench: Bench, name: str, method: str) -> None:
     drafter, target = bench.drafter(BASE), bench.target("int4")
-    rows = bench.rows.select(bench.rows.batch(min(256, 4 * bench.args.batch_rows), 0, 0)).to(bench.device)
+    rows = bench.text.select(bench.text.batch(min(256, 4 * bench.args.batch_rows), 0, 0)).to(bench.device)
     config = DraftQuantizeConfig(method=method.lower(), group_size=bench.args.group_size)  # type: ignore[arg-type]
     began = time.monotonic()
     reports = quantize_drafter(drafter, calibration_drafts(drafter, target, rows, 16, 0), config, quiet)
@@ -474,8 +469,7 @@ def latency_row(bench: Bench, name: str) -> None:
             variants[head] = Variant(target, drafter.freeze())
     measured = measure_latency(variants, bench.questions[1][:: max(1, len(bench.questions[1]) // 4)][:4], 64, 1, quiet)
     found = {variant: asdict(latency) for variant, latency in measured.items()}
-    rows = [row for row in bench.result["rows"] if row["name"] != name]
-    bench.result["rows"] = [*rows, {"name": name, "variants": found}]
+    bench.rows.keep({"name": name, "variants": found})
     bench.write()
     print(name, {variant: round(latency["ms_per_token"], 2) for variant, latency in found.items()}, flush=True)
 
@@ -528,7 +522,7 @@ def main() -> None:
     parser.add_argument("--taps", type=int, nargs="+", default=[1, 8, 15, 22, 28])
     parser.add_argument("--mask-token", type=int, default=5, help="a token that never occurs in text")
     parser.add_argument("--group-size", type=int, default=32)
-    parser.add_argument("--distill-steps", type=int, default=150)
+    parser.add_argument("--distill-steps", type=int, default=300)
     parser.add_argument("--per-file", type=int, default=120, help="prompts of each file")
     parser.add_argument("--longest-prompt", type=int, default=1500)
     parser.add_argument("--max-tokens", type=int, default=192)
@@ -549,7 +543,7 @@ def main() -> None:
     bench = Bench(args)
     longest = 0.0
     for name, make in rows.items():
-        if bench.has(name) or not any(name.startswith(wanted) for wanted in args.only):
+        if bench.rows.find(name) is not None or not any(name.startswith(wanted) for wanted in args.only):
             continue
         if bench.left() < 1.2 * longest:
             print(f"{name}: {bench.left():.0f} s left, and the longest row took {longest:.0f}; call again", flush=True)

@@ -11,16 +11,18 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     rtn awq gptq        post-training quantization
     frozen              distillation on the grid of the best of these, its scales frozen
     learned             the same, its scales learned
-    head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4
+    head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4 by GPTQ
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
+    head8-alone head4-alone        the same, the layers kept: give a --start
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
-With `--start WHAT`, `learned` and the heads begin with the weights of that row; give another `--seed` too, or the same
-text comes again.
+With `--start WHAT`, `learned` and the heads begin with the weights of that row, its head too where both have one; give
+another `--seed` too, or the same text comes again.
 
 Every row is measured in float32 against the original on the held-out answers. Distillation: activations in bfloat16,
 masters in float32, forward KL over the whole vocabulary, all tokens of a conversation. What is made stays in --work, so
-that the rows can be spread over several calls; the result is rewritten after every row.
+that the rows can be spread over several calls, also at the same time (a training of this small model leaves a GPU idle
+for a third of the time); the result is rewritten after every row.
 
 The weights of this copy were 4-bit (GGUF Q4_1, groups of 32, asymmetric) before they were what is called original here.
 """
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, Rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -50,8 +53,9 @@ from twofold.models.checkpoint import load_target
 from twofold.models.smoothing import apply_smoothing
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
+from twofold.quant.gptq import Hessian, gptq
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears, replace_linears
-from twofold.quant.rounding import Grid, search_grid
+from twofold.quant.rounding import Grid
 from twofold.quant.scheme import QuantScheme
 from twofold.training.distill import DistillConfig, distill
 from twofold.training.optimizer import OptimizerConfig
@@ -60,7 +64,10 @@ ROW = 1024
 IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq")
-ANSWERED = ("original", "awq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")  # IFEval's prompts
+QAD = ("frozen", "learned", "head8-rounded", "head8-alone", "head8", "head4-rounded", "head4-alone", "head4")
+WHAT = ("original", *PTQ, *QAD)
+# Rows that answer IFEval's prompts.
+ANSWERED = ("original", "awq g32", "gptq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")
 HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
 
 
@@ -96,15 +103,12 @@ class Bench:
         self.deadline = time.monotonic() + args.seconds
         self.work.mkdir(parents=True, exist_ok=True)
         self.tokenizer = Tokenizer.load(args.model)
+        self.rows = Rows(self.work / "rows", place)
+        self.tries = Rows(self.work / "tries", lambda row: row["kl"])
         self.train, self.heldout = self.text()
         self.original = self.load().freeze()
         self.teacher = self.load().to(torch.bfloat16).requires_grad_(False)
-        self.rows, self.tries = (self.known(f"{name}.json") for name in ("rows", "tries"))
         print(f"{len(self.train)} rows to train on, {len(self.heldout)} held out", flush=True)
-
-    def known(self, name: str) -> list[dict[str, Any]]:
-        path = self.work / name
-        return json.loads(path.read_text()) if path.exists() else []
 
     def text(self) -> tuple[PackedRows, PackedRows]:
         kept = [self.work / "train.safetensors", self.work / "heldout.safetensors"]
@@ -118,6 +122,10 @@ class Bench:
     def load(self) -> CausalLM:
         return load_target(self.args.model, torch.float32, Kernels.auto(self.device)).to(self.device)
 
+    def keep(self, table: Rows, row: Row) -> None:
+        table.keep(row)
+        print(json.dumps(row), f"{self.left():.0f} s left", flush=True)
+
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
@@ -128,45 +136,50 @@ class Bench:
         elif what in PTQ:
             model, about = self.ptq(what, group_size)
             self.row(name, model, seconds=time.monotonic() - began, **about)
-        elif what in ("frozen", "learned", "head8", "head4"):
-            student = self.student(group_size, learned=what != "frozen", head=HEADS.get(what))
+        elif what in ("frozen", "learned", *HEADS, *(f"{head}-alone" for head in HEADS)):
+            head = HEADS.get(what.removesuffix("-alone"))
+            student = self.student(group_size, learned=what != "frozen")
             about: dict[str, Any] = {"grid": self.best(group_size)}
-            if what in HEADS:
-                about["head"] = asdict(HEADS[what])
-            if self.args.start is not None and what != "frozen":
-                about["start"] = self.load_trained(student, f"{self.args.start} g{group_size}")
-            about |= self.qad(student, self.args.steps, *self.schedule())
-            trained = {k: v.contiguous() for k, v in student.state_dict().items() if k.startswith("layers.")}
+            start = None if what == "frozen" or self.args.start is None else f"{self.args.start} g{group_size}"
+            if start is not None:
+                about["start"] = self.load_trained(student, start, "layers.")
+            if head is not None:  # on what these layers make
+                about["head"] = asdict(head)
+                self.quantize_head(student, head, learned=True)
+                if start is not None:
+                    self.load_trained(student, start, "lm_head.")
+            about |= self.qad(student, self.args.steps, *self.schedule(), layers=not what.endswith("-alone"))
+            parts = ("layers.",) if head is None else ("layers.", "lm_head.")
+            trained = {k: v.contiguous() for k, v in student.state_dict().items() if k.startswith(parts)}
             save_file(trained, str(self.work / f"{name}.safetensors"))
             self.row(name, student, **about)
         elif what in ("head8-rounded", "head4-rounded"):
-            student = self.student(group_size, learned=False, head=None)
-            start = self.load_trained(student, f"frozen g{group_size}")
-            quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
+            student = self.student(group_size, learned=False)
+            start = self.load_trained(student, f"frozen g{group_size}", "layers.")
+            self.quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
             self.row(name, student, start=start, head=asdict(HEADS[what.removesuffix("-rounded")]))
         else:
             raise SystemExit(f"there is no row {what!r}")
 
-    def load_trained(self, student: CausalLM, name: str) -> str:
-        student.load_state_dict(load_file(str(self.work / f"{name}.safetensors")), strict=False)  # layers alone
+    def load_trained(self, student: CausalLM, name: str, part: str) -> str:
+        trained = load_file(str(self.work / f"{name}.safetensors"))
+        student.load_state_dict({k: v for k, v in trained.items() if k.startswith(part)}, strict=False)
         return name
 
     def attempt(self, group_size: int, rate: float, batch_rows: int, steps: int) -> None:
-        student = self.student(group_size, learned=False, head=None)
+        student = self.student(group_size, learned=False)
         about = self.qad(student, steps, rate, batch_rows)
         pack_linears(student)
         found = fidelity(
             student.float().freeze(), self.original, self.heldout.select(torch.arange(min(32, len(self.heldout))))
         )
-        self.tries.append({**about, **found})
-        (self.work / "tries.json").write_text(json.dumps(self.tries))
-        print(json.dumps(self.tries[-1]), f"{self.left():.0f} s left", flush=True)
+        self.keep(self.tries, {"name": f"{rate} {batch_rows} {steps}", **about, **found})
 
     def schedule(self) -> tuple[float, int]:
         """Learning rate and rows a step: those given, else those of the best try."""
         if self.args.rate is not None:
             return self.args.rate, self.args.batch_rows
-        best = min(self.tries, key=lambda found: found["kl"])
+        best = self.tries.all()[0]
         return best["learning_rate"], best["batch_rows"]
 
     def ptq(self, method: str, group_size: int) -> tuple[CausalLM, dict[str, Any]]:
@@ -182,10 +195,10 @@ class Bench:
         return model, {"mean_output_error": sum(errors) / len(errors)}
 
     def best(self, group_size: int) -> str:
-        kl = {row["name"]: row["kl"] for row in self.rows}
+        kl = {row["name"]: row["kl"] for row in self.rows.all()}
         return min((m for m in PTQ if f"{m} g{group_size}" in kl), key=lambda m: kl[f"{m} g{group_size}"])
 
-    def student(self, group_size: int, learned: bool, head: QuantScheme | None) -> CausalLM:
+    def student(self, group_size: int, learned: bool) -> CausalLM:
         """The original's weights as masters on the best grid; activations in bfloat16, norms in float32."""
         kept = load_file(str(self.work / f"{self.best(group_size)} g{group_size}.safetensors"))
         model, scheme = self.load(), QuantScheme(group_size=group_size)
@@ -199,11 +212,21 @@ class Bench:
         model.embed_tokens.to(torch.bfloat16)
         model.norm.to(torch.bfloat16)
         model.lm_head.weight = model.embed_tokens.weight
-        if head is not None:
-            quantize_head(model, head, learned)
         return model
 
-    def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int) -> dict[str, Any]:
+    @torch.no_grad()
+    def quantize_head(self, model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
+        """By GPTQ on the hidden states of this model; masters in float32, and the embedding stays as it is."""
+        weight = model.embed_tokens.weight.detach().float()
+        hessian = Hessian(weight.shape[1], device=self.device)
+        for numbers in torch.arange(self.args.calibration_rows).split(8):
+            batch = self.train.select(numbers).to(self.device)
+            hessian.add(model(batch.token_ids_NT, batch.positions_NT)[0][batch.used_NT])
+        q_VD, grid, _ = gptq(weight, hessian.matrix(), scheme)
+        rounded = PackedLinear.from_integers(q_VD, grid, scheme).dense_weight(torch.float32)
+        model.set_submodule("lm_head", FakeQuantLinear(rounded, grid, scheme, learn_scale=learned))
+
+    def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int, layers: bool = True) -> dict[str, Any]:
         """Trains in place; returns what was done."""
         head = isinstance(student.lm_head, FakeQuantLinear)
         learned = any(isinstance(layer, FakeQuantLinear) and layer.learn_scale for layer in student.modules())
@@ -213,6 +236,7 @@ class Bench:
             row_length=ROW,
             scales="learned" if learned else "frozen",
             head=head,
+            layers=layers,
             vocab_chunk=student.config.vocab_size,
         )
         began = time.monotonic()
@@ -235,10 +259,8 @@ class Bench:
         row = {"name": name, **about, **fidelity(frozen, self.original, self.heldout), "bytes": size}
         if self.args.ifeval is not None and name in ANSWERED:
             self.answer(name, frozen)
-        self.rows = [known for known in self.rows if known["name"] != name] + [row]
-        (self.work / "rows.json").write_text(json.dumps(self.rows))
+        self.keep(self.rows, row)
         self.write()
-        print(json.dumps(row), f"{self.left():.0f} s left", flush=True)
 
     def answer(self, name: str, model: CausalLM) -> None:
         """Answers to IFEval's prompts, for `score_ifeval.py`."""
@@ -255,13 +277,13 @@ class Bench:
         print(f"  IFEval answered in {time.monotonic() - began:.0f} s", flush=True)
 
     def asked(self) -> list[str]:
-        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.tries]
-        names = [row["name"].replace(" g", ":") for row in self.rows]
+        tries = [f"try:32:{t['learning_rate']}:{t['batch_rows']}:{t['steps']}" for t in self.tries.all()]
+        names = [row["name"].replace(" g", ":") for row in self.rows.all()]
         first = [name for name in names if name.split(":")[0] in ("original", *PTQ)]
         return first + tries + [name for name in names if name not in first]
 
     def write(self) -> None:
-        kl = {row["name"]: row["kl"] for row in self.rows}
+        kl = {row["name"]: row["kl"] for row in self.rows.all()}
         best = min((kl[f"{m} g32"] for m in PTQ if f"{m} g32" in kl), default=None)
         healed = min((kl[name] for name in ("frozen g32", "learned g32") if name in kl), default=None)
         result = {
@@ -277,9 +299,9 @@ class Bench:
             "heldout_tokens": int(self.heldout.answer_NT.sum()),
             "train_rows": len(self.train),
             "row_length": ROW,
-            "tries": self.tries,
+            "tries": self.tries.all(),
             "kl_recovery": None if best is None or healed is None else 1 - healed / best,
-            "rows": self.rows,
+            "rows": self.rows.all(),
         }
         self.args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -288,10 +310,10 @@ def is_packed(layer: nn.Module) -> bool:
     return isinstance(layer, PackedLinear)
 
 
-def quantize_head(model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
-    """On a searched grid, with masters in float32; the embedding stays as it is."""
-    weight = model.embed_tokens.weight.detach().float()
-    model.set_submodule("lm_head", FakeQuantLinear(weight, search_grid(weight, scheme), scheme, learn_scale=learned))
+def place(row: Row) -> tuple[int, int]:
+    """Where a row stands in the table."""
+    what, _, group_size = row["name"].partition(" g")
+    return int(group_size or 0), WHAT.index(what)
 
 
 def unique_tensors(model: CausalLM) -> Iterable[Tensor]:

@@ -30,12 +30,14 @@ def take(run: Path, name: str) -> None:
 
 def tables(name: str, result: dict[str, Any]) -> str:
     """The tables of a result, in Markdown."""
-    return {
+    writers = {
         "engine_4b": engine_rows,
         "target_smollm2": target_rows,
         "target_4b_step": step_rows,
         "interop_cpu": interop_rows,
-    }.get(name, report_tables)(result)
+        "interop_transformers": transformers_rows,
+    }
+    return writers.get(name, report_tables)(result)
 
 
 def target_rows(result: dict[str, Any]) -> str:
@@ -43,13 +45,13 @@ def target_rows(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['heldout_tokens']:,} held-out answer tokens, {result['environment']['hardware']}, "
         f"{result['date']}. KL recovered over the best of rounding, AWQ and GPTQ: {result['kl_recovery']:.1%}.",
         "",
-        "| | KL to the original | top-1 agreement | perplexity | MB |",
-        "|---|---|---|---|---|",
+        "| | KL to the original | top-1 agreement | perplexity | IFEval, % of prompts | MB |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         steps = f", {row['steps']} steps at {row['learning_rate']:g}" if "steps" in row else ""
         start = f", from {row['start']}" if "start" in row else ""
-        figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {row['bytes'] / 1e6:.1f}"
+        figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {ifeval(row)} | {row['bytes'] / 1e6:.1f}"
         lines.append(f"| {row['name']}{start}{steps} | {figures} |")
     return "\n".join(lines) + "\n"
 
@@ -77,6 +79,12 @@ def engine_rows(result: dict[str, Any]) -> str:
         for name, cycles in result["cycles"].items():
             lines += [f"| {name} | {c['batch']} | {c['context']:,} | {c['cycle_ms']:.2f} |" for c in cycles]
     return "\n".join(lines) + "\n"
+
+
+def ifeval(row: dict[str, Any]) -> str:
+    if "ifeval" not in row:
+        return ""
+    return f"{100 * row['ifeval']['prompt_strict']:.1f} ± {100 * row['ifeval']['prompt_strict_stderr']:.1f}"
 
 
 def step_rows(result: dict[str, Any]) -> str:
@@ -110,6 +118,26 @@ def interop_rows(result: dict[str, Any]) -> str:
         lengths = row["accept_length"]
         theirs, ours = ("", "") if lengths is None else (f"{length:.2f}" for length in lengths)
         lines.append(f"| {row['name']} | {row['equal']} | {row['near_ties']} | {theirs} | {ours} |")
+    return "\n".join(lines) + "\n"
+
+
+def transformers_rows(result: dict[str, Any]) -> str:
+    found: dict[str, dict[str, float]] = {}
+    for row in result["results"]:
+        version = f"{row['transformers']} | {row['compressed_tensors']}"
+        found.setdefault(version, {})[row["name"]] = row["difference"]
+    names = list(next(iter(found.values())))
+    rows = result["results"]
+    lines = [
+        f"`{result['command']}` on {result['date']}: {result['hardware']}, torch {result['torch']}; the largest "
+        f"difference of a logit over {rows[0]['positions']} positions, at {sum(row['other_tokens'] for row in rows)} "
+        "of which another token was best.",
+        "",
+        f"| transformers | compressed-tensors | {' | '.join(names)} |",
+        "|---" * (2 + len(names)) + "|",
+    ]
+    for version, differences in found.items():
+        lines.append(f"| {version} | {' | '.join(f'{differences[name]:.1e}' for name in names)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,8 @@ python scripts/interop/compare.py --run runs/pocket     # a finished run: its he
 
 Greedy answers to held-out prompts. vLLM computes in bfloat16 (its head in float32), Twofold in float32. A prompt agrees
 when all tokens are equal, or when the first that differs is Twofold's second choice within NEAR_TIE of its first. The
-accept length is (tokens - 1 an answer) / cycles, for both.
+accept length is (tokens - 1 an answer) / cycles, for both. vLLM answers for the next export while Twofold answers for
+this one, each on one core.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
+from twofold.pipeline.measure_stages import environment
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import search_grid
 from twofold.quant.scheme import QuantScheme
@@ -58,10 +63,10 @@ class Result:
     stand_ins: list[str]
 
 
-def pack(module: nn.Module, names: list[str]) -> None:
+def pack(module: nn.Module, names: list[str], scheme: QuantScheme = SCHEME) -> None:
     def packed(_: str, linear: nn.Linear) -> PackedLinear:
-        grid = search_grid(linear.weight.detach(), SCHEME)
-        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, SCHEME))
+        grid = search_grid(linear.weight.detach(), scheme)
+        return PackedLinear.from_fake(FakeQuantLinear.from_linear(linear, grid, scheme))
 
     replace_linears(module, names, packed)
 
@@ -103,7 +108,8 @@ def exports(work: Path, run: Path | None) -> Iterator[tuple[str, Exported]]:
 
 
 def ask_vllm(python: Path, exported: Exported, prompts: list[list[int]], work: Path) -> tuple[dict[str, Any], str]:
-    """vLLM's answers, and its log."""
+    """vLLM's answers, and its log; `work` is a new folder."""
+    work.mkdir()
     block = 1 if exported.drafter is None else load_drafter(exported.drafter).config.block_size
     job = {
         "target": str(exported.target),
@@ -129,13 +135,15 @@ def compare(name: str, exported: Exported, prompts: list[list[int]], answer: dic
     misses = [f"log: {line.strip()}" for line in log.splitlines() if COMPLAINT.search(line)]
     equal = near_ties = tokens = cycles = 0
     for number, (prompt, theirs) in enumerate(zip(prompts, answer["tokens"], strict=True)):
-        plain = list(decode(target, None, tuple(prompt), TOKENS, greedy, stop_ids))
-        ours = [token for cycle in plain for token in cycle.token_ids]
+        made = list(decode(target, drafter, tuple(prompt), TOKENS, greedy, stop_ids))
+        ours = [token for cycle in made for token in cycle.token_ids]
+        tokens += len(ours) - 1
+        cycles += len(made) - 1
         first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if first is not None:
-            logits = plain[first].logits[0]
-            rank = 1 + int((logits > logits[theirs[first]]).sum())
-            gap = float(logits.max() - logits[theirs[first]])
+            scores = torch.cat([cycle.logits for cycle in made])[first]
+            rank = 1 + int((scores > scores[theirs[first]]).sum())
+            gap = float(scores.max() - scores[theirs[first]])
             near = rank == 2 and gap < NEAR_TIE
             near_ties += near
             if not near:
@@ -144,10 +152,6 @@ def compare(name: str, exported: Exported, prompts: list[list[int]], answer: dic
             misses.append(f"prompt {number}: {len(theirs)} tokens, ours {len(ours)}")
         else:
             equal += 1
-        if drafter is not None:
-            speculative = list(decode(target, drafter, tuple(prompt), TOKENS, greedy, stop_ids))
-            tokens += sum(len(cycle.token_ids) for cycle in speculative) - 1
-            cycles += len(speculative) - 1
     lengths = None
     if drafter is not None:
         gained = sum(len(theirs) - 1 for theirs in answer["tokens"])
@@ -164,18 +168,30 @@ def compare(name: str, exported: Exported, prompts: list[list[int]], answer: dic
     )
 
 
+def made_in(python: Path) -> int:
+    """The seconds that environment.sh took."""
+    return int((python.parents[1] / ".installed").read_text())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a finished run (default: the shipped model, rounded)")
     parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="vLLM's environment")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
+    start, hardware = time.perf_counter(), environment()["hardware"]
     texts = read_prompts(POCKET / "heldout_prompts.jsonl", PROMPTS)
     prompts = tokenize_prompts(texts, Tokenizer.load(POCKET), 512)
+    torch.set_num_threads(1)  # threads that wait for one another lose most where the machine is shared
     results, version = [], ""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, exported in exports(Path(folder), options.run):
-            answer, log = ask_vllm(options.python, exported, prompts, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as vllm:
+        work = Path(folder)
+        asked = [
+            (name, exported, vllm.submit(ask_vllm, options.python, exported, prompts, work / f"job_{number}"))
+            for number, (name, exported) in enumerate(exports(work, options.run))
+        ]
+        for name, exported, answered in asked:
+            answer, log = answered.result()
             version = answer["version"]
             result = compare(name, exported, prompts, answer, log)
             lengths = ""
@@ -183,7 +199,7 @@ def main() -> int:
                 lengths = "accept length {:.2f}, ours {:.2f}".format(*result.accept_length)
             print(
                 f"{name:<36} {result.equal:>2} of {PROMPTS} equal, {result.near_ties} near-ties  {lengths:<32} "
-                f"{'ok' if not result.misses else 'MISSED'}  {answer['seconds']:.0f} s",
+                f"{'ok' if not result.misses else 'MISSED'}",
                 flush=True,
             )
             for miss in result.misses:
@@ -191,8 +207,20 @@ def main() -> int:
             results.append(result)
     stand_ins = sorted({name for result in results for name in result.stand_ins})
     print(f"vLLM {version}; stood in for on this machine: {', '.join(stand_ins) or 'nothing'}")
+    seconds = {"environment": made_in(options.python), "comparison": round(time.perf_counter() - start)}
+    print(", ".join(f"{name} {value} s" for name, value in seconds.items()))
     if options.json is not None:
-        figures = {"vllm": version, "torch": torch.__version__, "results": [vars(result) for result in results]}
+        figures = {
+            "command": "make interop",
+            "date": date.today().isoformat(),
+            "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+            "hardware": hardware,
+            "seconds": seconds,
+            "vllm": version,
+            "torch": torch.__version__,
+            "results": [vars(result) for result in results],
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return int(any(result.misses for result in results))
 

@@ -3,6 +3,7 @@
 set -euo pipefail
 here="$(dirname "$0")"
 "${PYTHON:-python3.11}" -m venv "$1"
+"$here/torch_for_cpu.sh" "$1"
 "$1/bin/pip" install --quiet --disable-pip-version-check -r "$here/requirements.txt"
 # The libraries for sound and pictures have compiled parts that need a GPU build of torch. vLLM imports them wherever
 # they are installed; a language model needs neither them nor the parts of torchvision that fail.
@@ -20,4 +21,4 @@ text, found = re.subn(imports, "from torchvision import io, transforms, utils", 
 assert found == 1, f"{init} does not look like torchvision 0.28.0"
 init.write_text(text)
 PYTHON
-touch "$1/.installed"
+echo "$SECONDS" >"$1/.installed" # how long it took, for the published figures

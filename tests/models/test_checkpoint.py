@@ -375,7 +375,7 @@ def test_packed_tensors_that_do_not_fit_are_named(tmp_path: Path, edit: Callable
         ),
         (
             lambda c: c["quantization_config"]["ignore"].remove("lm_head"),
-            r"lm_head is dense in the weights, but .* it is packed",
+            r"has no tensor lm_head\.weight_packed, although by .* that layer is packed",
         ),
         (
             lambda c: c["quantization_config"].update(quant_method="fp8"),

@@ -378,3 +378,18 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
 def test_a_head_that_is_not_quantized_does_not_learn(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="head = true trains a quantized head, and this one is not"):
         run(fake(build(HYBRID)), build(HYBRID), tmp_path, settings(head=True))
+
+
+def test_a_head_can_learn_alone(tmp_path: Path) -> None:
+    teacher, student = build(HYBRID).requires_grad_(False), fake(build(HYBRID))
+    weight, scheme = student.lm_head.weight.detach(), QuantScheme(group_size=8)
+    student.set_submodule("lm_head", FakeQuantLinear(weight, search_grid(weight, scheme), scheme))
+    before = copy.deepcopy(student.state_dict())
+    history = run(student, teacher, tmp_path, settings(steps=30, rate=3e-3, validate_every=30, head=True, layers=False))
+    assert {name for name, x in student.state_dict().items() if not torch.equal(x, before[name])} == {"lm_head.weight"}
+    assert history[-1]["kl"] < 0.9 * history[0]["kl"]
+
+
+def test_something_must_learn() -> None:
+    with pytest.raises(ValueError, match="layers = false leaves nothing to learn"):
+        settings(layers=False)

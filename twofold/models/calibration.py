@@ -33,9 +33,11 @@ class QuantizeConfig:
     nearest. `max_fallbacks` is the share of layers that gptq may merely round where H could not be factorized.
     `batch_rows` rows go through a layer at once.
 
-    For stage quantize: `rows` rows of 512 tokens of the original's answers are the calibration text; `head` quantizes
-    the output head too, rounded to nearest (the embedding is kept); `checkpoint` is a compressed-tensors folder of the
-    same model whose grids are taken instead of new ones.
+    `head` quantizes the output head too: by gptq, or where the method is rtn to nearest; awq would change what the
+    head's input means to a drafter. A tied embedding stays as it is.
+
+    For stage quantize: `rows` rows of 512 tokens of the original's answers are the calibration text; `checkpoint` is a
+    compressed-tensors folder of the same model whose grids are taken instead of new ones.
     """
 
     method: Literal["rtn", "gptq", "awq"] = "rtn"
@@ -96,7 +98,7 @@ def quantize_target(
     config: QuantizeConfig,
     report: Callable[[int, int, str], None],
 ) -> Calibration:
-    """Replaces the linear layers of `model` (see `packable_linears`) by packed ones, in place.
+    """Replaces the linear layers of `model` (see `packable_linears`) by packed ones, in place; the head if asked.
 
     The rows are packed documents, as `CausalLM.forward` takes them; only tokens in `used` are counted. A layer's
     inputs are the outputs of the quantized layers before it: as in GPTQ's paper, since those are what it will see in
@@ -117,6 +119,9 @@ def quantize_target(
     names = [name for layer in groups for group in layer for name in group.quantized]
     for name in names:
         config.scheme.validate(name, linear_at(model, name).weight.shape)
+    if config.head is not None:
+        names.append("lm_head")
+        config.head.validate("lm_head", linear_at(model, "lm_head").weight.shape)
     rows = _Rows(model, token_ids_NT, positions_NT, used_NT, config.batch_rows)
     reports: list[LayerReport] = []
     smoothing: dict[str, Tensor] = {}
@@ -134,22 +139,21 @@ def quantize_target(
         for group in groups[i]:
             if config.method == "gptq":
                 hessians[group.producer] = _hessian(group, rows.observe(layer, [group])[0])
-            for made in _quantize(model, group, hessians[group.producer], config, alphas.get(group.producer)):
+            how = config.method, config.scheme, config.damping, alphas.get(group.producer)
+            for made in _quantize(model, group, hessians[group.producer], *how):
                 reports.append(made)
                 report(len(reports), len(names), f"{made.name}, output error {made.output_error:.2g}")
             check_fallbacks(reports, len(names), config.max_fallbacks)
-        if i + 1 < len(model.layers):
+        if i + 1 < len(model.layers) or config.head is not None:
             rows.advance(layer)
+    if config.head is not None:
+        group = InputGroup("norm", ("lm_head",), (), torch.arange(model.config.hidden_size))
+        method: Literal["rtn", "gptq"] = "rtn" if config.method == "rtn" else "gptq"
+        hessian_DD = _hessian(group, rows.observe_head())
+        reports += _quantize(model, group, hessian_DD, method, config.head, config.damping, None)
+        report(len(reports), len(names), f"lm_head, output error {reports[-1].output_error:.2g}")
+        check_fallbacks(reports, len(names), config.max_fallbacks)
     return Calibration(layers=reports, smoothing=smoothing)
-
-
-@torch.no_grad()
-def quantize_head(model: CausalLM, scheme: QuantScheme) -> None:
-    """Rounds the output head to nearest on a searched grid and packs it; a tied embedding stays as it is."""
-    assert isinstance(model.lm_head, nn.Linear)
-    weight_VD = model.lm_head.weight.detach()
-    grid = search_grid(weight_VD, scheme)
-    model.set_submodule("lm_head", PackedLinear.from_integers(quantize(weight_VD, grid, scheme), grid, scheme))
 
 
 class _Rows:
@@ -189,6 +193,13 @@ class _Rows:
                 handle.remove()
         return observed
 
+    def observe_head(self) -> InputStatistics:
+        """What the head gets to see, once the rows stand behind the last layer."""
+        inputs = InputStatistics(linear_at(self._model, "lm_head").weight)
+        for x_BTD, (_, _, used_BT) in zip(self._hidden, self._batches, strict=True):
+            inputs.add(self._model.norm(x_BTD[used_BT]))
+        return inputs
+
     def advance(self, layer: nn.Module) -> None:
         """To stand behind the layer."""
         for i, x_BTD in enumerate(self._outputs(layer)):
@@ -225,17 +236,23 @@ def _smooth(model: CausalLM, group: InputGroup, inputs: InputStatistics, scheme:
 
 
 def _quantize(
-    model: CausalLM, group: InputGroup, hessian_KK: Tensor, config: QuantizeConfig, alpha: float | None
+    model: CausalLM,
+    group: InputGroup,
+    hessian_KK: Tensor,
+    method: Literal["rtn", "gptq", "awq"],
+    scheme: QuantScheme,
+    damping: float,
+    alpha: float | None,
 ) -> list[LayerReport]:
     """Packs the layers of a group in their places. Rows are rounded independently, so one matrix holds them all."""
-    linears, scheme = [linear_at(model, name) for name in group.quantized], config.scheme
+    linears = [linear_at(model, name) for name in group.quantized]
     weight_NK = torch.cat([linear.weight.detach() for linear in linears])
-    damping, fallback = None, False
-    if config.method == "gptq":
-        q_NK, grid, rounding = gptq(weight_NK, hessian_KK, scheme, config.damping)
-        damping, fallback = rounding.damping, rounding.rounded_to_nearest
+    used_damping, fallback = None, False
+    if method == "gptq":
+        q_NK, grid, rounding = gptq(weight_NK, hessian_KK, scheme, damping)
+        used_damping, fallback = rounding.damping, rounding.rounded_to_nearest
     else:
-        grid = search_grid(weight_NK, scheme, hessian_KK.diagonal() if config.method == "awq" else None)
+        grid = search_grid(weight_NK, scheme, hessian_KK.diagonal() if method == "awq" else None)
         q_NK = quantize(weight_NK, grid, scheme)
     reports, first = [], 0
     for name, linear in zip(group.quantized, linears, strict=True):
@@ -246,10 +263,10 @@ def _quantize(
         weight_error, output_error = rounding_errors(linear.weight.detach(), packed, hessian_KK)
         made = LayerReport(
             name=name,
-            method=config.method,
+            method=method,
             weight_error=weight_error,
             output_error=output_error,
-            damping=damping,
+            damping=used_damping,
             alpha=alpha,
             fallback=fallback,
         )

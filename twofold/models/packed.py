@@ -67,7 +67,17 @@ def install_packed(
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
     schemes = _schemes(module, targets, quantization.get("ignore") or ())
     linears = {name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    for name in sorted(linears | packed):
+    stored = {name.rpartition(".")[0] for name in tensors if name.endswith((".weight", PACKED_PARTS[0]))}
+    if missing := sorted(schemes.keys() - stored):
+        raise ValueError(
+            f"{folder} has no tensor {missing[0]}{PACKED_PARTS[0]}, although by targets and ignore of config.json's "
+            "quantization_config that layer is packed"
+        )
+    if unexpected := sorted(packed - linears):
+        raise ValueError(
+            f"{folder} has an unexpected tensor {unexpected[0]}{PACKED_PARTS[0]}; config.json may be wrong"
+        )
+    for name in sorted(linears):
         if (name in schemes) != (name in packed):
             raise ValueError(
                 f"{name} is {'packed' if name in packed else 'dense'} in the weights, but by targets and "

@@ -20,7 +20,7 @@ from twofold.data.conversations import (
 from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import PromptsConfig, read_labelled_prompts, tokenize_prompts
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import QuantizeConfig, quantize_head, quantize_target
+from twofold.models.calibration import Calibration, QuantizeConfig, quantize_target
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, save_target
 from twofold.models.smoothing import apply_smoothing
@@ -36,6 +36,7 @@ from twofold.training.distill import DistillConfig, distill
 C = TypeVar("C")
 Metrics = dict[str, Json]
 TRAIN, HELDOUT, SMOOTHING = "train.safetensors", "heldout.safetensors", "smoothing.safetensors"
+LAYERS = "layers.json"
 CATEGORIES = "heldout_categories.json"
 
 
@@ -97,7 +98,7 @@ def regenerate_answers(context: StageContext[GenerateConfig]) -> Metrics:
 
 
 def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:
-    """The grid, and the quality that post-training quantization gives; `layers.json` says how each layer came out.
+    """The grid, and the quality that post-training quantization gives; `LAYERS` says how each layer came out.
 
     With an imported checkpoint its grid is taken as it is, and distillation starts from its rounded weights.
     """
@@ -105,18 +106,11 @@ def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:
     if config.checkpoint is not None:
         return _import_grid(context, config.checkpoint)
     model = load(source)
-    if config.head is not None:  # all shapes before any work
-        config.head.validate("lm_head", model.lm_head.weight.shape)
     rows = pack(load_conversations(context.inputs["generate"] / TRAIN), 512)
     rows = rows.select(torch.arange(min(config.rows, len(rows))))
     texts = rows.token_ids_NT, rows.positions_NT, rows.used_NT
     made = quantize_target(model, *texts, config, context.report)
-    if config.head is not None:
-        quantize_head(model, config.head)
-    save_target(model, context.output, source)
-    if config.method != "gptq":
-        save_file(made.smoothing, str(context.output / SMOOTHING))
-    (context.output / "layers.json").write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
+    save_quantized(model, made, config, source, context.output)
     worst = max(made.layers, key=lambda layer: layer.weight_error)
     return {
         "layers": len(made.layers),
@@ -142,6 +136,14 @@ def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
     return pack(load_conversations(context.inputs["generate"] / HELDOUT), context.config.own.row_length)
 
 
+def save_quantized(model: CausalLM, made: Calibration, config: QuantizeConfig, source: Path, folder: Path) -> None:
+    """A model of `quantize_target` as `student_of` reads it."""
+    save_target(model, folder, source)
+    if config.method != "gptq":
+        save_file(made.smoothing, str(folder / SMOOTHING))
+    (folder / LAYERS).write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
+
+
 def student_of(original: Path, quantized: Path, learn_scale: bool = False) -> CausalLM:
     """What distillation trains: the model of stage quantize, with master weights behind its grids.
 
@@ -151,11 +153,14 @@ def student_of(original: Path, quantized: Path, learn_scale: bool = False) -> Ca
     model = load(quantized)
     packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
     smoothing = quantized / SMOOTHING
+    moved = set(packed)
     if smoothing.exists():
         model = load(original)
         apply_smoothing(model, load_file(str(smoothing)))
+        layers = json.loads((quantized / LAYERS).read_text())
+        moved = {layer["name"] for layer in layers if layer["method"] == "gptq"}
     for name, layer in packed.items():
-        weight = model.get_parameter(f"{name}.weight") if smoothing.exists() else layer.dense_weight(torch.float32)
+        weight = layer.dense_weight(torch.float32) if name in moved else model.get_parameter(f"{name}.weight")
         fake = FakeQuantLinear(weight, layer.grid, layer.scheme, layer.bias, learn_scale=learn_scale)
         model.set_submodule(name, fake)
     return model.to(device())

@@ -30,8 +30,9 @@ class DistillConfig:
     only. `teacher`: asked at every step, or once for each row, of which then its hidden states are "stored" (4 D bytes
     a token in float32), or its `top_k` largest probabilities and their tail (6 top_k + 2 bytes, see
     `top_k_divergence`). `scales`: "learned" ones have a learning rate of their own, a tenth of the weights' unless
-    given, and no weight decay. `head`: the head learns too, where it is quantized. `best`: the weights kept are those
-    of the validation with the least KL; without it the last ones.
+    given, and no weight decay. `head`: the head learns too, where it is quantized; without `layers` it learns alone, in
+    steps that cost a quarter. `best`: the weights kept are those of the validation with the least KL; without it the
+    last ones.
     """
 
     optimizer: OptimizerConfig
@@ -45,6 +46,7 @@ class DistillConfig:
     scales: Literal["frozen", "learned"] = "frozen"
     scale_learning_rate: float | None = None
     head: bool = False
+    layers: bool = True
     best: bool = False
     activation_checkpointing: bool = False  # least memory: a layer's inner activations are computed again
     vocab_chunk: int = 32_768
@@ -57,13 +59,15 @@ class DistillConfig:
             )
         if self.scale_learning_rate is not None and self.scales == "frozen":
             raise ValueError('scale_learning_rate is for scales = "learned"; set that or leave it out')
+        if not (self.head or self.layers):
+            raise ValueError("layers = false leaves nothing to learn; set head = true too, or leave it out")
         if self.best and not self.optimizer.validate_every:
             raise ValueError("best = true chooses among validations; set optimizer.validate_every")
 
 
-def trainable(student: CausalLM, head: bool = False) -> dict[str, nn.Parameter]:
-    """What distillation changes: the layers, and the head if asked. Embedding and final norm stay the teacher's."""
-    prefixes = ("layers.", "lm_head.") if head else ("layers.",)
+def trainable(student: CausalLM, head: bool = False, layers: bool = True) -> dict[str, nn.Parameter]:
+    """What distillation changes: layers and head, as asked. Embedding and final norm stay the teacher's."""
+    prefixes = ("layers.",) * layers + ("lm_head.",) * head
     return {name: p for name, p in student.named_parameters() if name.startswith(prefixes)}
 
 
@@ -83,7 +87,7 @@ def distill(
     """
     if config.head and not isinstance(student.lm_head, FakeQuantLinear):
         raise ValueError("head = true trains a quantized head, and this one is not; quantize it or set head to false")
-    parameters = trainable(student, config.head)
+    parameters = trainable(student, config.head, config.layers)
     scales = [name for name in parameters if name.endswith(".scale")]
     assert bool(scales) == (config.scales == "learned"), "the student's scales are not of the config's kind"
     rate = config.optimizer.learning_rate

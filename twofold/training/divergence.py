@@ -17,6 +17,9 @@ Positions go by in blocks and the vocabulary in chunks, so that no more than a f
 exist (or a chunk of one position). What needs a sum over the vocabulary first (normalizers, d inside dd/dz) takes a
 pass of its own over the chunks, unless there is only one. The gradient is made in the forward pass. Products are in
 the dtype of the inputs; all else, sums of gradients too, is float32 at least.
+
+On a GPU the whole vocabulary of fewer positions goes by at a time: as little memory, but scores are made once, and one
+kernel (`ops.divergence_triton`) turns them into losses and gradient.
 """
 
 import math
@@ -33,11 +36,13 @@ Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variat
 
 # Logits at a time. 8 MiB stay in a CPU's cache; a GPU is kept busy, and reads the head less often, with more.
 _BLOCK = {"cpu": 2**21, "cuda": 2**25}
+_FUSED_BLOCK = 2**27  # which makes no copies of them
 
 _Scores = Callable[[slice], Tensor]  # chunk of the vocabulary -> logits [M, chunk] of a block of positions
-# (block of positions, chunks, the student's scores) -> for each chunk: it, its part of d [M], dd/dz [M, chunk].
-# The scores are the judge's own: its last pass may overwrite them.
-_Judge = Callable[[slice, list[slice], _Scores], Iterator[tuple[slice, Tensor, Tensor]]]
+# (block of positions, chunks, the student's hidden states of the block, its head) -> for each chunk: it, its part of
+# d [M], dd/dz [M, chunk]. Scores are the judge's own: its last pass may overwrite them.
+_Judged = Iterator[tuple[slice, Tensor, Tensor]]
+_Judge = Callable[[slice, list[slice], Tensor, Tensor], _Judged]
 
 
 def linear_divergence(
@@ -55,6 +60,9 @@ def linear_divergence(
     `chunk` vocabulary rows at a time; equal weights unless given, and 0 where all are 0. Gradients reach
     `student_MD`, and `head_VD` where it requires one; the teacher is a constant.
     """
+    if _fuses(student_MD):
+        judge = _fused_judge(teacher_MD, teacher_head_VD, kind)
+        return _apply(student_MD, head_VD, weights_M, judge, len(head_VD), _FUSED_BLOCK)
     return _apply(student_MD, head_VD, weights_M, _dense_judge(teacher_MD, teacher_head_VD, kind), chunk)
 
 
@@ -76,6 +84,8 @@ def linear_cross_entropy(
     student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chunk: int = 32_768, weights_M: Tensor | None = None
 ) -> Tensor:
     """The mean over positions of -log q(label), q = softmax(student_MD head_VD^T); see `linear_divergence`."""
+    if _fuses(student_MD):
+        return _apply(student_MD, head_VD, weights_M, _fused_label_judge(labels_M), len(head_VD), _FUSED_BLOCK)
     return _apply(student_MD, head_VD, weights_M, _label_judge(labels_M), chunk)
 
 
@@ -93,10 +103,18 @@ def label_logprobs(student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chu
     return torch.cat(found) if found else student_MD.new_zeros(0)
 
 
-def _apply(student_MD: Tensor, head_VD: Tensor, weights_M: Tensor | None, judge: _Judge, chunk: int) -> Tensor:
+def _apply(
+    student_MD: Tensor,
+    head_VD: Tensor,
+    weights_M: Tensor | None,
+    judge: _Judge,
+    chunk: int,
+    at_a_time: int | None = None,
+) -> Tensor:
     if weights_M is None:
         weights_M = torch.ones(len(student_MD), dtype=_wide(student_MD), device=student_MD.device)
-    loss = _FusedLoss.apply(student_MD, head_VD, weights_M, judge, chunk)
+    size = max(1, (at_a_time or _BLOCK[student_MD.device.type]) // min(chunk, len(head_VD)))
+    loss = _FusedLoss.apply(student_MD, head_VD, weights_M, judge, chunk, size)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -105,34 +123,37 @@ class _FusedLoss(torch.autograd.Function):
     """L and both gradients, from a judge that turns logits into d and dd/dz."""
 
     @staticmethod
-    def forward(ctx: Any, student_MD: Tensor, head_VD: Tensor, weights_M: Tensor, judge: _Judge, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, student_MD: Tensor, head_VD: Tensor, weights_M: Tensor, judge: _Judge, chunk: int, size: int
+    ) -> Tensor:
         num_positions, vocabulary = len(student_MD), len(head_VD)
         chunk = min(chunk, vocabulary)
         chunks = [slice(start, min(start + chunk, vocabulary)) for start in range(0, vocabulary, chunk)]
         wide, dtype = _wide(student_MD), student_MD.dtype
         share_M = weights_M.to(wide) / weights_M.to(wide).sum().clamp(min=1e-9)
         loss = torch.zeros((), dtype=wide, device=student_MD.device)
-        grad_MD = torch.zeros_like(student_MD, dtype=wide)
+        grad_MD = torch.zeros_like(student_MD, dtype=wide) if ctx.needs_input_grad[0] else None
         head_grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        size = max(1, _BLOCK[student_MD.device.type] // chunk)
         for start in range(0, num_positions, size):
             block = slice(start, start + size)
             s_MD = student_MD[block]
             shared_MD = (s_MD * share_M[block, None]).to(dtype)
-            for rows, part_M, slope_MV in judge(block, chunks, _scores(s_MD, head_VD, len(chunks) == 1)):
+            for rows, part_M, slope_MV in judge(block, chunks, s_MD, head_VD):
                 loss += torch.dot(part_M, share_M[block])
                 slope_MV = slope_MV.to(dtype)
-                grad_MD[block] += slope_MV @ head_VD[rows]
+                if grad_MD is not None:
+                    grad_MD[block] += slope_MV @ head_VD[rows]
                 if head_grad_VD is not None:
                     head_grad_VD[rows] += slope_MV.T @ shared_MD
-        grad_MD.mul_(share_M[:, None])
-        ctx.save_for_backward(grad_MD.to(dtype), None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype))
+        if grad_MD is not None:
+            grad_MD = grad_MD.mul_(share_M[:, None]).to(dtype)
+        ctx.save_for_backward(grad_MD, None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        grad_MD, head_grad_VD = ctx.saved_tensors
-        return grads[0] * grad_MD, None if head_grad_VD is None else grads[0] * head_grad_VD, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        slopes = [None if slope is None else grads[0] * slope for slope in ctx.saved_tensors]
+        return slopes[0], slopes[1], None, None, None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -148,7 +169,8 @@ def _scores(x_MD: Tensor, head_VD: Tensor, single: bool) -> _Scores:
 
 
 def _dense_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) -> _Judge:
-    def judge(block: slice, chunks: list[slice], student: _Scores) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
+        student = _scores(s_MD, head_VD, len(chunks) == 1)
         teacher = _scores(teacher_MD[block], teacher_head_VD, len(chunks) == 1)
         norm_s, norm_t = (
             torch.stack([z(rows).logsumexp(dim=-1) for rows in chunks]).logsumexp(dim=0).unsqueeze(1)
@@ -178,6 +200,30 @@ def _dense_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) 
     return judge
 
 
+def _fuses(student_MD: Tensor) -> bool:
+    return student_MD.is_cuda and student_MD.dtype != torch.float64
+
+
+def _fused_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) -> _Judge:
+    from twofold.ops.divergence_triton import divergence_
+
+    def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
+        scores_MV = s_MD @ head_VD.T
+        yield chunks[0], divergence_(kind, scores_MV, teacher_MD[block] @ teacher_head_VD.T), scores_MV
+
+    return judge
+
+
+def _fused_label_judge(labels_M: Tensor) -> _Judge:
+    from twofold.ops.divergence_triton import cross_entropy_
+
+    def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
+        scores_MV = s_MD @ head_VD.T
+        yield chunks[0], cross_entropy_(scores_MV, labels_M[block]), scores_MV
+
+    return judge
+
+
 def _pull(kind: Divergence, log_q: Tensor, log_p: Tensor) -> Tensor:
     """log(q / p), or sign(q - p) / 2, or log(q / m) / 2 with q / m = 2 q / (q + p) = 2 sigmoid(log q - log p)."""
     difference = log_q - log_p
@@ -187,7 +233,8 @@ def _pull(kind: Divergence, log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def _label_judge(labels_M: Tensor) -> _Judge:
-    def judge(block: slice, chunks: list[slice], student: _Scores) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
+        student = _scores(s_MD, head_VD, len(chunks) == 1)
         labels = labels_M[block, None]
         norm_M1 = torch.stack([student(rows).logsumexp(dim=-1) for rows in chunks]).logsumexp(dim=0).unsqueeze(1)
         for rows in chunks:
@@ -203,7 +250,8 @@ def _label_judge(labels_M: Tensor) -> _Judge:
 
 
 def _top_k_judge(teacher: TopK) -> _Judge:
-    def judge(block: slice, chunks: list[slice], student: _Scores) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
+        student = _scores(s_MD, head_VD, len(chunks) == 1)
         ids_MK = teacher.ids[block].long()
         num_kept = ids_MK.shape[1]
         z_MK: Tensor | None = None  # the student's logits of the teacher's tokens

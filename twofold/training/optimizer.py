@@ -61,7 +61,8 @@ def new_optimizer(
     ]
     how: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.states == "float32":
-        return torch.optim.AdamW(groups, **how)
+        on_gpu = all(parameter.is_cuda for parameter in parameters.values())
+        return torch.optim.AdamW(groups, fused=on_gpu or None, **how)
     optimizer: torch.optim.Optimizer = _torchao("torchao.optim").AdamW8bit(groups, **how)
     return optimizer
 
@@ -97,7 +98,8 @@ def restore_state(
         for key, tensor in tensors.items():
             if key.startswith(f"{name}/"):
                 moment, _, part = key.removeprefix(f"{name}/").partition("/")
-                parts.setdefault(moment, {})[part] = tensor if moment == "step" else tensor.to(parameter.device)
+                on_host = moment == "step" and not optimizer.defaults.get("fused")
+                parts.setdefault(moment, {})[part] = tensor if on_host else tensor.to(parameter.device)
         state[parameter] = {
             moment: found[""] if "" in found else _eight_bit(found, moment, parameter.dtype)
             for moment, found in parts.items()

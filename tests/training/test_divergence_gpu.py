@@ -1,0 +1,54 @@
+"""The fused losses of a GPU against the dense ones in float64 on the CPU; skipped where there is no GPU."""
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from twofold.training.divergence import Divergence, linear_cross_entropy, linear_divergence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int) -> None:
+    """Loss and both gradients. The inputs are those of the half precision on both sides."""
+    torch.manual_seed(0)
+    student, teacher = (2 * torch.randn(37, 32).to(dtype) for _ in range(2))
+    head, teacher_head = (torch.randn(vocabulary, 32).to(dtype) / 4 for _ in range(2))
+    found = []
+    for device, wide in (("cuda", dtype), ("cpu", torch.float64)):
+        s, h, t, g = (x.to(device, wide) for x in (student, head, teacher, teacher_head))
+        weights = torch.arange(37.0, device=device)
+        leaves = [s.requires_grad_(), h.requires_grad_()]
+        value = loss(s, h, t, g, weights)
+        found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, leaves))])
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).norm() / b.norm()) < (1e-4 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [5, 4096, 49153])
+@pytest.mark.parametrize("kind", get_args(Divergence))
+def test_divergences(kind: Divergence, vocabulary: int, dtype: torch.dtype) -> None:
+    def loss(s: Tensor, h: Tensor, t: Tensor, g: Tensor, weights: Tensor) -> Tensor:
+        return linear_divergence(s, h, t, g, kind=kind, weights_M=weights)
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    compare(loss, dtype, vocabulary)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [5, 4096, 49153])
+def test_cross_entropy(vocabulary: int, dtype: torch.dtype) -> None:
+    def loss(s: Tensor, h: Tensor, t: Tensor, g: Tensor, weights: Tensor) -> Tensor:
+        return linear_cross_entropy(s, h, torch.arange(37, device=s.device) % vocabulary, weights_M=weights)
+
+    compare(loss, dtype, vocabulary)
+
+
+def test_what_is_not_a_number_reaches_the_loss() -> None:
+    head = torch.randn(9, 4, device="cuda")
+    for kind in get_args(Divergence):
+        assert linear_divergence(torch.full((1, 4), torch.nan, device="cuda"), head, head[:1], head, kind=kind).isnan()
