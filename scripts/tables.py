@@ -31,6 +31,7 @@ def take(run: Path, name: str) -> None:
 def tables(name: str, result: dict[str, Any]) -> str:
     """The tables of a result, in Markdown."""
     writers = {
+        "engine_4b": engine_rows,
         "target_smollm2": target_rows,
         "target_4b_step": step_rows,
         "interop_cpu": interop_rows,
@@ -52,6 +53,31 @@ def target_rows(result: dict[str, Any]) -> str:
         start = f", from {row['start']}" if "start" in row else ""
         figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {ifeval(row)} | {row['bytes'] / 1e6:.1f}"
         lines.append(f"| {row['name']}{start}{steps} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def engine_rows(result: dict[str, Any]) -> str:
+    """The engine at a shape: the ledger at every setting, then single cycles."""
+    where = result["environment"]
+    lines = [
+        f"`{result['command']}` on {result['date']}: {where['hardware']}, torch {where['torch']}, {result['kind']}, "
+        f"{result['runs']} runs, medians; a copy moves {result['copy_gb_per_s']:,.0f} GB/s.",
+        "",
+        "| prompt/new | | first token, ms | cycle, ms | per token, ms | total, ms | GB a cycle | of a copy | kernels |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for setting in result["total_ms"]:
+        for row in result["ledger"]:
+            x = row["settings"][setting]
+            kernels = "" if x["kernels"] is None else x["kernels"]
+            lines.append(
+                f"| {setting} | {row['name']} | {x['ttft_ms']:.1f} | {x['cycle_ms']:.2f} | {x['ms_per_token']:.2f} | "
+                f"{x['total_ms']:.0f} | {x['bytes'] / 1e9:.2f} | {x['share_of_copy']:.0%} | {kernels} |"
+            )
+    if result["cycles"]:
+        lines += ["", "| cycle | batch | context | ms |", "|---|---|---|---|"]
+        for name, cycles in result["cycles"].items():
+            lines += [f"| {name} | {c['batch']} | {c['context']:,} | {c['cycle_ms']:.2f} |" for c in cycles]
     return "\n".join(lines) + "\n"
 
 

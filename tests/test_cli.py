@@ -77,6 +77,12 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["chat", "."], ". has no finished stage 'pack'; go on with: twofold run RECIPE --out ."),
         (["export", ".", "out", "--to", "vllm"], ". has no finished stage 'pack'"),
         (["bench", "."], ". has no finished stage 'bench'; go on with: twofold run RECIPE --out ."),
+        (["bench"], "give either the folder of a run or --shape NAME"),
+        (["bench", ".", "--shape", "tiny"], "give either the folder of a run or --shape NAME"),
+        (["bench", "--shape", "large"], "there is no shape 'large'; shapes are: qwen3.5-4b, tiny"),
+        (["bench", "--shape", "tiny", "--accept-length", "9"], "a block of 8 gains 1 to 8 tokens a cycle, not 9.0"),
+        (["bench", "--shape", "tiny", "--settings", "1/4"], "a setting is PROMPT/NEW, both at least 2 tokens"),
+        (["roofline", "--shape", "tiny", "--gpu", "b200"], "there is no data of a GPU 'b200'; GPUs are: a10g"),
         (["eval", "."], ". has no finished stage 'evaluate'"),
         (["report", "."], "there is no report.json; finish the run first"),
     ],
@@ -106,7 +112,18 @@ def test_a_defect_keeps_its_traceback(toy: Path, monkeypatch: pytest.MonkeyPatch
         main(["run", str(toy)])
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve"], ["serve", ".", "--port", "x"], ["run", "a", "--o"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["serve"],
+        ["serve", ".", "--port", "x"],
+        ["run", "a", "--o"],
+        ["bench", "--shape", "tiny", "--settings", "64-128"],
+        ["bench", "--shape", "tiny", "--batch", "1;2"],
+    ],
+)
 def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -139,6 +156,35 @@ def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads(file.read_text()) == {"speedup": 2.0}
     assert main(["eval", str(tmp_path), "--json", str(file)]) == 0
     assert json.loads(file.read_text()) == {"kl": 0.5}
+
+
+def test_bench_of_a_shape_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "engine.json"
+    settings = ["--settings", "8/6", "--runs", "1", "--warm-ups", "0", "--accept-length", "2.5"]
+    assert main(["bench", "--shape", "tiny", *settings, "--json", str(file)]) == 0
+    assert "random weights, forced acceptance" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["command"].startswith("twofold bench --shape tiny --settings 8/6")
+    assert {"commit", "date", "environment", "bf16_ms_per_token", "int4_ms_per_token", "cycle_ms"} <= set(found)
+    assert found["ttft_ms"].keys() == found["total_ms"].keys() == {"8/6"}
+
+
+def test_roofline_prints_the_paper_beside_an_a10g(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "roofline.json"
+    assert main(["roofline", "--shape", "qwen3.5-4b", "--gpu", "a10g", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    for number in ("232", "782", "2313"):
+        assert f"the paper measured {number} ms in all on an A10G" in out
+    rows = json.loads(file.read_text())["settings"]["short"]
+    assert rows[0]["name"] == "BF16"
+    # and how far it is off a measurement: half the time of all that is predicted
+    half = {key: rows[0][key] / 2 for key in ("cycle_ms", "ttft_ms", "total_ms")}
+    measured = {"shape": "qwen3.5-4b", "ledger": [{"name": "BF16", "settings": {"short": half}}]}
+    file.write_text(json.dumps(measured))
+    assert main(["roofline", "--shape", "qwen3.5-4b", "--gpu", "a10g", "--measured", str(file)]) == 0
+    assert "predicted over measured: cycle +100%, first token +100%, total +100%" in capsys.readouterr().out
+    assert main(["roofline", "--shape", "tiny", "--gpu", "a10g", "--measured", str(file)]) == 2
+    assert "is no result of bench --shape tiny" in capsys.readouterr().err
 
 
 def test_report_makes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,7 @@ exit codes: 0 done, 1 a quality gate was missed, 2 bad input, 130 interrupted (t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 gate missed, 2 bad input, 130 interrupted."""
     options = _parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     from twofold.evaluation.gates import GateFailure
 
     try:
@@ -118,10 +119,35 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
+    if (options.directory is None) == (options.shape is None):
+        raise ValueError("give either the folder of a run or --shape NAME")
+    if options.shape is not None:
+        _bench_shape(options)
+        return
     directory = _existing(options.directory)
     from twofold.pipeline.commands import bench
 
     _write_json(options.json, bench(directory))
+
+
+def _bench_shape(options: argparse.Namespace) -> None:
+    from twofold.evaluation.engine import EngineBench
+    from twofold.pipeline.commands import bench_shape
+
+    given = {
+        name: getattr(options, name)
+        for name in ("settings", "batches", "contexts", "warm_ups", "runs")
+        if getattr(options, name) is not None
+    }
+    config = EngineBench(accept_length=options.accept_length, **given)
+    command = " ".join(["twofold", *options.arguments])
+    _write_json(options.json, bench_shape(options.shape, config, command, overlap=options.overlap))
+
+
+def _roofline(options: argparse.Namespace) -> None:
+    from twofold.pipeline.commands import roofline
+
+    _write_json(options.json, roofline(options.shape, options.gpu, options.accept_length, options.measured))
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -171,6 +197,20 @@ def _write_json(file: Path | None, data: Any) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,2,4")
+    return tuple(map(int, parts))
+
+
+def _settings(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = [part.split("/") for part in text.split(",")]
+    if not all(len(pair) == 2 and pair[0].isdecimal() and pair[1].isdecimal() for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of PROMPT/NEW such as 64/128,2048/256")
+    return tuple((int(a), int(b)) for a, b in pairs)
 
 
 def _port(text: str) -> int:
@@ -236,10 +276,41 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         _bench,
         "measure the speed of a finished model",
-        "Times plain and speculative decoding on this machine.\n\n  twofold bench runs/pocket --json speed.json\n",
+        "Times plain and speculative decoding on this machine: of a finished run, or of the engine at a model's shape\n"
+        "with random weights and forced acceptance.\n\n"
+        "  twofold bench runs/pocket --json speed.json\n"
+        "  twofold bench --shape qwen3.5-4b --accept-length 5.03 --json engine.json\n",
     )
-    directory(bench)
+    bench.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="folder of a run, such as runs/pocket")
+    bench.add_argument("--shape", metavar="NAME", help="qwen3.5-4b, or tiny")
+    bench.add_argument(
+        "--accept-length", type=float, default=5.03, metavar="X", help="tokens a cycle, the mean (default: %(default)s)"
+    )
+    bench.add_argument("--settings", type=_settings, metavar="P/N,...", help="default: 64/128,2048/256,8192/256")
+    bench.add_argument("--batch", dest="batches", type=_numbers, metavar="B,...", help="also single cycles at these")
+    bench.add_argument("--context", dest="contexts", type=_numbers, metavar="C,...", help="also single cycles at these")
+    bench.add_argument("--warm-ups", type=int, metavar="N", help="runs that do not count (default: 5)")
+    bench.add_argument("--runs", type=int, metavar="N", help="runs that the medians are of (default: 50)")
+    bench.add_argument("--overlap", action="store_true", help="kernels start before the last has ended (sm_90, newer)")
     json_file(bench)
+    roofline = add(
+        "roofline",
+        _roofline,
+        "predict the speed on a GPU",
+        "What a GPU can do at a model's shape: bytes, operations and launches of every step of the ledger.\n\n"
+        "  twofold roofline --shape qwen3.5-4b --gpu a10g\n",
+    )
+    roofline.add_argument("--shape", required=True, metavar="NAME", help="qwen3.5-4b, or tiny")
+    roofline.add_argument(
+        "--gpu", required=True, metavar="NAME", help="a10g, rtx5000ada, l4, rtx4090, a100, h100 or h200"
+    )
+    roofline.add_argument(
+        "--accept-length", type=float, default=5.03, metavar="X", help="tokens a cycle (default: %(default)s)"
+    )
+    roofline.add_argument(
+        "--measured", type=Path, metavar="FILE", help="of bench --shape there: also how far it is off"
+    )
+    json_file(roofline)
     evaluate = add(
         "eval",
         _eval,

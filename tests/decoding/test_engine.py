@@ -205,3 +205,42 @@ def test_a_bad_request_is_one_line(request_: Request, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         engine(drafter=True, max_context=64).generate(request_)  # at once, not at the first token
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+def test_captured_cycles_give_the_same_answers(drafter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several requests, their samplings and lengths mixed, and one that its reader left."""
+    monkeypatch.setattr(engine_module, "LEAST_CAPACITY", 64)
+    made = pocket.trained_drafter() if drafter else None
+    called, replayed = (
+        Engine(pocket.target(), made, pocket.tokenizer(), model_name="pocket", capture=capture)
+        for capture in (False, True)
+    )
+    prompts = pocket.prompts(3)
+    requests = [
+        Request(prompt_ids=prompts[0], max_tokens=30),
+        Request(prompt_ids=prompts[1], max_tokens=20, sampling=SAMPLED),
+        Request(prompt_ids=prompts[2], max_tokens=25, sampling=replace(SAMPLED, seed=9), stop=("e",)),
+        Request(prompt_ids=prompts[0], max_tokens=12, ignore_eos=True, logprobs=True),
+        Request(prompt_ids=prompts[1], max_tokens=60, ignore_eos=True),  # more than the first capacity
+        Request(prompt_ids=prompts[2], max_tokens=9),
+    ]
+    for request in requests:
+        left = replayed.generate(requests[0])
+        next(left)
+        deltas = [list(one.generate(request)) for one in (called, replayed)]
+        for part in ("text", "token_ids", "logprobs"):
+            wanted, got = ([x for delta in given for x in getattr(delta, part)] for given in deltas)
+            assert got == wanted
+        wanted_end, got_end = (given[-1] for given in deltas)
+        assert got_end.finish_reason == wanted_end.finish_reason
+        assert got_end.prompt_tokens == wanted_end.prompt_tokens
+
+
+def test_few_graphs_are_kept() -> None:
+    made = Engine(pocket.target(), None, pocket.tokenizer(), model_name="pocket", capture=True)
+    for seed in range(8):
+        sampling = Sampling(temperature=0.5 + seed % 6 / 10, seed=seed)
+        list(made.generate(Request(prompt_ids=asked(), max_tokens=3, sampling=sampling)))
+    assert len(made._captured) == 4
+    assert len({id(held.rows) for held in made._captured.values()}) == 1

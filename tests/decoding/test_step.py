@@ -15,10 +15,11 @@ from tests.decoding import oracle
 from tests.models.test_drafter import SHAPE
 from tests.models.tiny import HYBRID, PLAIN, build, perturb, tokens
 from twofold.decoding import step
-from twofold.decoding.step import Cycle, decode, decode_cycle, prefill
+from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter, DrafterConfig, DraftState
 from twofold.models.state import DecodeState, KeyValueCache
+from twofold.ops.cache import CachePlace
 from twofold.ops.sampling import Sampling
 
 BLOCK = SHAPE.block_size
@@ -43,6 +44,13 @@ def tiny(config: object = HYBRID, window: int | None = None, block: int = BLOCK)
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(tokens(1, length, seed)[0].tolist())
+
+
+def prefilled(
+    target: CausalLM, drafter: Drafter | None, asked: tuple[int, ...], max_length: int, sampling: Sampling = Sampling()
+) -> tuple[Rows, Tensor]:
+    rows = new_rows(target, drafter, 1, max_length, sampling.seed)
+    return rows, prefill(target, drafter, rows, torch.tensor([asked]), sampling)
 
 
 def ids(cycles: list[Cycle]) -> list[int]:
@@ -112,7 +120,7 @@ def test_accepted_is_the_run_of_right_guesses(right: int, monkeypatch: pytest.Mo
     whole = 32 // (right + 1)
     assert [c.num_accepted for c in cycles[: whole + 1]] == [0] + [right] * whole
     assert [len(c.token_ids) for c in cycles[1 : whole + 1]] == [right + 1] * whole
-    assert all(len(c.token_ids) == len(c.logits) for c in cycles)
+    assert all(c.logits is not None and len(c.token_ids) == len(c.logits) for c in cycles)
 
 
 @pytest.mark.parametrize("right", [0, BLOCK - 1])
@@ -141,36 +149,35 @@ def test_positions_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt 100, anchor at 100, 3 accepted: anchor at 104, new features 100..103, next block 104..119."""
     target, drafter = tiny(block=16)
     asked = prompt(100)
-    sequence, first = prefill(target, drafter, asked, 160, Sampling())
-    assert sequence.draft_state is not None
-    assert (sequence.state.lengths_B.tolist(), sequence.draft_state.lengths_B.tolist()) == ([100], [100])
-    assert sequence.anchor == first.token_ids[0]
+    rows, first = prefilled(target, drafter, asked, 160)
+    assert rows.draft_state is not None
+    assert (rows.state.lengths_B.tolist(), rows.draft_state.lengths_B.tolist()) == ([100], [100])
+    assert rows.anchors_B.tolist() == first[0].argmax(dim=-1).tolist()
 
     features: list[list[int]] = []
     blocks: list[list[int]] = []
-    contexts, forward = Drafter.contexts, Drafter.forward
+    ahead = DraftState.ahead
 
-    def contexts_at(self: Drafter, taps: list[Tensor], positions: Tensor) -> object:
-        features.append(positions[0].tolist())
-        return contexts(self, taps, positions)
+    def recorded(self: DraftState, num_tokens: int, *, causal: bool = True, window: int | None = None) -> CachePlace:
+        place = ahead(self, num_tokens, causal=causal, window=window)
+        (features if causal else blocks).append(place.positions_BT[0].tolist())
+        return place
 
-    def forward_at(self: Drafter, x: Tensor, positions: Tensor, context: object, mask: Tensor) -> Tensor:
-        blocks.append(positions[0].tolist())
-        return forward(self, x, positions, context, mask)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Drafter, "contexts", contexts_at)
-    monkeypatch.setattr(Drafter, "forward", forward_at)
+    monkeypatch.setattr(DraftState, "ahead", recorded)
     wanted = oracle.plain(target, asked, 40)
     with monkeypatch.context() as patch:
         oracle.install(patch, asked, wanted, repeat(3))
-        cycle = decode_cycle(target, drafter, sequence, Sampling(), 16)
-    assert cycle.num_accepted == 3
-    assert cycle.token_ids == wanted[1:5]
-    assert sequence.anchor == wanted[4]
-    assert sequence.state.lengths_B.tolist() == sequence.draft_state.lengths_B.tolist() == [104]
-    assert features == [[100, 101, 102, 103]]
-    decode_cycle(target, drafter, sequence, Sampling(), 16)
+        decode_cycle(target, drafter, rows, Sampling(), 16)
+    assert rows.emitted_BN[0, :5].tolist() == [4, *wanted[1:5]]
+    assert rows.anchors_B.tolist() == [wanted[4]]
+    assert rows.state.lengths_B.tolist() == rows.draft_state.lengths_B.tolist() == [104]
+    assert features == [list(range(100, 116))]  # of which 100..103 are context: it ends at the length
+    decode_cycle(target, drafter, rows, Sampling(), 16)
     assert blocks == [list(range(104, 120))]
+
+
+def keys(cache: KeyValueCache, length: int) -> tuple[Tensor, Tensor]:
+    return cache.k_BSGD[:, :length], cache.v_BSGD[:, :length]
 
 
 def assert_equal_states(ours: DecodeState, fresh: DecodeState) -> None:
@@ -179,7 +186,7 @@ def assert_equal_states(ours: DecodeState, fresh: DecodeState) -> None:
     for a, b in zip(ours.layers, fresh.layers, strict=True):
         if isinstance(a, KeyValueCache):
             assert isinstance(b, KeyValueCache)
-            pairs = zip(a.read(length), b.read(length), strict=True)
+            pairs = zip(keys(a, length), keys(b, length), strict=True)
         else:
             assert not isinstance(b, KeyValueCache)
             pairs = zip((a.conv_BWC, a.state_BHKV), (b.conv_BWC, b.state_BHKV), strict=True)
@@ -191,7 +198,7 @@ def assert_equal_contexts(ours: DraftState, fresh: DraftState) -> None:
     length = int(fresh.lengths_B[0])
     assert ours.lengths_B.tolist() == [length]
     for a, b in zip(ours.caches, fresh.caches, strict=True):
-        for x, y in zip(a.read(length), b.read(length), strict=True):
+        for x, y in zip(keys(a, length), keys(b, length), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -201,25 +208,25 @@ def test_after_a_rejection_the_state_is_that_of_a_fresh_run(right: int, monkeypa
     asked = prompt(11)
     wanted = oracle.plain(target, asked, 30)
     oracle.install(monkeypatch, asked, wanted, repeat(right))
-    sequence, _ = prefill(target, drafter, asked, 60, Sampling())
+    rows, _ = prefilled(target, drafter, asked, 60)
     for cycles in range(1, 4):
-        decode_cycle(target, drafter, sequence, Sampling(), BLOCK)
+        decode_cycle(target, drafter, rows, Sampling(), BLOCK)
         done = (*asked, *wanted[: cycles * (right + 1)])
-        fresh, _ = prefill(target, drafter, done, 60, Sampling())
-        assert sequence.anchor == fresh.anchor == wanted[cycles * (right + 1)]
-        assert_equal_states(sequence.state, fresh.state)
-        assert sequence.draft_state is not None
+        fresh, _ = prefilled(target, drafter, done, 60)
+        assert rows.anchors_B.tolist() == fresh.anchors_B.tolist() == [wanted[cycles * (right + 1)]]
+        assert_equal_states(rows.state, fresh.state)
+        assert rows.draft_state is not None
         assert fresh.draft_state is not None
-        assert_equal_contexts(sequence.draft_state, fresh.draft_state)
+        assert_equal_contexts(rows.draft_state, fresh.draft_state)
 
 
-def test_a_long_prompt_goes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_goes_in_chunks() -> None:
     target, drafter = tiny()
-    whole, first = prefill(target, drafter, prompt(37), 60, Sampling())
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 8)
-    parts, other = prefill(target, drafter, prompt(37), 60, Sampling())
-    assert first.token_ids == other.token_ids
-    torch.testing.assert_close(first.logits, other.logits, rtol=1e-4, atol=1e-4)
+    whole, first = prefilled(target, drafter, prompt(37), 60)
+    target.kernels = replace(target.kernels, prefill_chunk=8)
+    parts, other = prefilled(target, drafter, prompt(37), 60)
+    assert torch.equal(whole.anchors_B, parts.anchors_B)
+    torch.testing.assert_close(first, other, rtol=1e-4, atol=1e-4)
     assert_equal_states(parts.state, whole.state)
     assert parts.draft_state is not None
     assert whole.draft_state is not None
@@ -231,7 +238,7 @@ def test_guesses_at_a_temperature_share_the_targets_noise() -> None:
     target, drafter = tiny()
     asked, sampling = prompt(8), Sampling(temperature=1.3, top_k=30, seed=6)
     wanted = oracle.plain(target, asked, 5, sampling)
-    sequence, _ = prefill(target, drafter, asked, 40, sampling)
+    rows, _ = prefilled(target, drafter, asked, 40, sampling)
     with torch.no_grad():
         hidden, _ = target(torch.tensor([[*asked, *wanted]]))
 
@@ -240,7 +247,7 @@ def test_guesses_at_a_temperature_share_the_targets_noise() -> None:
         return torch.cat((hidden[:, :1], hidden[:, len(asked) : len(asked) + block.shape[1] - 1]), dim=1)
 
     drafter.draft = perfect  # type: ignore[method-assign]
-    assert step.draft(target, drafter, sequence, sampling, BLOCK)[0].tolist() == wanted[:BLOCK]
+    assert step.draft(target, drafter, rows, sampling, BLOCK)[0].tolist() == wanted[:BLOCK]
 
 
 @pytest.mark.parametrize("right", [0, 2, BLOCK - 1])
@@ -250,7 +257,7 @@ def test_logits_are_the_teacher_forced_ones(right: int, monkeypatch: pytest.Monk
     wanted = oracle.plain(target, asked, 30, sampling)
     oracle.install(monkeypatch, asked, wanted, repeat(right))
     cycles = list(decode(target, drafter, asked, 30, sampling))
-    got = torch.cat([c.logits[: len(c.token_ids)] for c in cycles])
+    got = torch.cat([c.logits[: len(c.token_ids)] for c in cycles if c.logits is not None])
     with torch.no_grad():
         forced = target.logits(target(torch.tensor([[*asked, *wanted]]))[0])[0, len(asked) - 1 : -1]
     torch.testing.assert_close(got, forced, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from twofold.ops.attention import attention, cache_mask
+from twofold.ops.attention import attention
+from twofold.ops.cache import CachePlace
 
 
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -49,5 +50,7 @@ def test_attention_without_a_mask_sees_all_keys() -> None:
 
 
 def test_cached_query_sees_positions_up_to_its_own() -> None:
-    mask = cache_mask(torch.tensor([[2, 3], [0, 1]]), 5)
+    table = torch.zeros(5, 2)
+    mask = CachePlace(torch.tensor([2, 0]), 2, 5, False, (table, table)).dense
+    assert mask is not None
     assert mask.int().tolist() == [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]]

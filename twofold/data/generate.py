@@ -57,7 +57,7 @@ def _answer(
     state = model.new_state(len(prompts), longest + max_new_tokens)
     hidden, _ = model(ids.to(device), state=state)
     state.commit(lengths_B)  # padding on the right is never committed
-    state.bound = longest
+    state.know(longest, exact=len(prompts) == 1)
     last = hidden[torch.arange(len(prompts), device=device), lengths_B - 1].unsqueeze(1)
     tokens = choose(model.logits(last), state.lengths_B[:, None], sampling, seeds_B)
     eos = torch.tensor(model.config.eos_token_ids, device=device)

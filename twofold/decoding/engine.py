@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from twofold.decoding.graphs import CapturedCycle
 from twofold.decoding.step import Cycle, decode
 from twofold.decoding.text import TextStream
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.sampling import Sampling
+
+LEAST_CAPACITY = 1024
+MOST_CAPTURED = 4  # samplings whose graphs are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +56,16 @@ class Engine:
         *,
         model_name: str,
         max_context: int | None = None,
+        capture: bool | None = None,
     ) -> None:
+        """`capture` says whether cycles are captured and replayed; None: on a GPU."""
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.max_context = max_context or target.config.max_position_embeddings
+        self.capture = target.device.type == "cuda" if capture is None else capture
+        self._captured: dict[Sampling, CapturedCycle] = {}  # of one capacity, sharing their buffers
 
     def generate(self, request: Request) -> Iterator[Delta]:
         """Yields what each cycle adds; closing the iterator ends the work.
@@ -80,12 +88,36 @@ class Engine:
         limit = min(request.max_tokens, self.max_context - num_prompt)
         return self._deltas(request, limit, eos, TextStream(self.tokenizer.decode, request.stop))
 
+    def _cycles(self, request: Request, limit: int, eos: frozenset[int]) -> Iterator[Cycle]:
+        """Replayed where cycles are captured; called one by one where scores are asked for, which a graph keeps not."""
+        prompt_ids, sampling = request.prompt_ids, request.sampling
+        if not self.capture or request.logprobs:
+            return decode(self.target, self.drafter, prompt_ids, limit, sampling, eos)
+        captured = self._cycle(len(prompt_ids) + limit, replace(sampling, seed=0))
+        return captured.decode(prompt_ids, limit, sampling.seed, eos)
+
+    def _cycle(self, length: int, sampling: Sampling) -> CapturedCycle:
+        """One of at least this capacity. A longer request than any before has buffers and graphs made anew."""
+        held = next(iter(self._captured.values()), None)
+        if held is not None and held.max_length < length:
+            self._captured.clear()
+            held = None
+        found = self._captured.pop(sampling, None)
+        if found is None:
+            capacity = held.max_length if held else max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
+            rows = held.rows if held else None
+            found = CapturedCycle(self.target, self.drafter, capacity, sampling, rows=rows)
+            while len(self._captured) >= MOST_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+        self._captured[sampling] = found  # the newest last
+        return found
+
     def _deltas(self, request: Request, limit: int, eos: frozenset[int], text: TextStream) -> Iterator[Delta]:
         tokens: list[int] = []
         logprobs: list[float] = []
         given = cycles = 0
         ended = False
-        for cycle in decode(self.target, self.drafter, request.prompt_ids, limit, request.sampling, eos):
+        for cycle in self._cycles(request, limit, eos):
             cycles += 1
             tokens += cycle.token_ids
             if request.logprobs:
@@ -113,5 +145,6 @@ class Engine:
 
 
 def _logprobs(cycle: Cycle) -> list[float]:
+    assert cycle.logits is not None
     chosen = cycle.logits[: len(cycle.token_ids)].float().log_softmax(dim=-1)
     return [float(row[token]) for row, token in zip(chosen, cycle.token_ids, strict=True)]

@@ -1,10 +1,13 @@
-"""One cycle of speculative decoding: draft, verify, commit. B rows, N block tokens.
+"""One cycle of speculative decoding: draft, verify, accept, commit. B rows, N block tokens, V vocabulary.
 
 The tokens that come out are the target's own choices, so they are those of plain decoding; the drafter decides only
 how many of them come at once. Plain decoding is the same cycle with a block of one.
+
+A cycle reads and writes the buffers of `Rows` alone and lets the host wait for nothing, so it can be captured and
+replayed, see `graphs`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,98 +19,138 @@ from twofold.models.drafter import Drafter, DraftState
 from twofold.models.state import DecodeState
 from twofold.ops.sampling import Sampling, choose
 
-PREFILL_CHUNK = 512
-
 
 @dataclass
-class Sequence:
-    """Where one sequence stands: `anchor` is its newest token, chosen but not yet run through the target."""
+class Rows:
+    """Where B sequences stand, in tensors that stay where they are."""
 
     state: DecodeState
     draft_state: DraftState | None
-    anchor: int
+    anchors_B: Tensor  # the newest token of each, chosen but not yet run through the target
+    seeds_B: Tensor
+    emitted_BN: Tensor  # of the last cycle: how many tokens it gained, then the target's choices, [B, 1 + N]
+
+    def know(self, length: int, *, exact: bool) -> None:
+        """What the host knows of the lengths, see `Lengths`."""
+        self.state.know(length, exact=exact)
+        if self.draft_state is not None:
+            self.draft_state.know(length, exact=exact)
+
+    def reset(self, seed: int) -> None:
+        self.state.reset()
+        if self.draft_state is not None:
+            self.draft_state.reset()
+        self.seeds_B.fill_(seed)
+
+
+def new_rows(target: CausalLM, drafter: Drafter | None, batch_size: int, max_length: int, seed: int = 0) -> Rows:
+    """Empty sequences. `max_length` covers prompt, answer and one block."""
+    block = 1 if drafter is None else drafter.config.block_size
+    return Rows(
+        state=target.new_state(batch_size, max_length),
+        draft_state=None if drafter is None else drafter.new_state(batch_size, max_length),
+        anchors_B=torch.zeros(batch_size, dtype=torch.long, device=target.device),
+        seeds_B=torch.full((batch_size,), seed, device=target.device),
+        emitted_BN=torch.zeros(batch_size, 1 + block, dtype=torch.long, device=target.device),
+    )
 
 
 class Cycle(NamedTuple):
-    """Tokens gained, their target scores [n, V], and how many of them had been drafted."""
+    """Tokens gained, their target scores [n, V] where they are kept, and how many of them had been drafted."""
 
     token_ids: list[int]
-    logits: Tensor
+    logits: Tensor | None
     num_accepted: int
 
 
 @torch.inference_mode()
-def prefill(
-    target: CausalLM,
-    drafter: Drafter | None,
-    prompt_ids: tuple[int, ...],
-    max_length: int,
-    sampling: Sampling,
-) -> tuple[Sequence, Cycle]:
-    """Runs the prompt, in chunks, and chooses the first token. `max_length` covers prompt, answer and one block."""
-    state = target.new_state(1, max_length)
-    draft_state = None if drafter is None else drafter.new_state(1, max_length)
-    ids = torch.tensor([prompt_ids], device=target.device)
+def prefill(target: CausalLM, drafter: Drafter | None, rows: Rows, prompts_BT: Tensor, sampling: Sampling) -> Tensor:
+    """Runs the prompts, all of one length, in chunks, and chooses the first token of each; its scores [B, 1, V]."""
+    state = rows.state
     taps_wanted = () if drafter is None else drafter.config.target_layer_ids
     hidden = None
-    for chunk in ids.split(PREFILL_CHUNK, dim=1):
+    for chunk in prompts_BT.split(target.kernels.prefill_chunk, dim=1):
         hidden, taps = target(chunk, state=state, taps=taps_wanted)
         state.commit(chunk.shape[1])
-        if drafter is not None and draft_state is not None:
-            drafter.extend(draft_state, taps, chunk.shape[1])
+        if drafter is not None and rows.draft_state is not None:
+            drafter.extend(rows.draft_state, taps, chunk.shape[1])
     assert hidden is not None
     logits = target.logits(hidden[:, -1:])
-    token = int(choose(logits, state.lengths_B[:, None], sampling))
-    return Sequence(state, draft_state, token), Cycle([token], logits[0], 0)
+    rows.anchors_B.copy_(choose(logits, state.lengths_B[:, None], sampling, rows.seeds_B)[:, 0])
+    return logits
+
+
+def agreed(block_BN: Tensor, chosen_BN: Tensor) -> Tensor:
+    """num_accepted [B]: the length of the longest prefix of the draft that the target chose itself."""
+    return (block_BN[:, 1:] == chosen_BN[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+
+
+Accept = Callable[[Tensor, Tensor], Tensor]
 
 
 @torch.inference_mode()
 def decode_cycle(
-    target: CausalLM, drafter: Drafter | None, sequence: Sequence, sampling: Sampling, max_block: int
-) -> Cycle:
-    """At least one token, at most `max_block` (and the drafter's block size)."""
-    state = sequence.state
-    block = torch.tensor([[sequence.anchor]], device=target.device)
-    taps_wanted: tuple[int, ...] = ()
-    if drafter is not None and max_block > 1:
-        block = draft(target, drafter, sequence, sampling, min(max_block, drafter.config.block_size))
-    if drafter is not None:
-        taps_wanted = drafter.config.target_layer_ids
+    target: CausalLM,
+    drafter: Drafter | None,
+    rows: Rows,
+    sampling: Sampling,
+    num_tokens: int,
+    *,
+    scores: bool = True,
+    accept: Accept = agreed,
+) -> Tensor | None:
+    """Gains at least one token a row and at most `num_tokens`, which goes up to the drafter's block size.
+
+    They are in `rows.emitted_BN`; their scores [B, N, V] are returned where `scores` are wanted.
+    """
+    state, draft_state = rows.state, rows.draft_state
+    taps_wanted = () if drafter is None else drafter.config.target_layer_ids
+    block_BN = draft(target, drafter, rows, sampling, num_tokens)
 
     # verify: the target's own choice after every token of the block
-    hidden, taps = target(block, state=state, taps=taps_wanted)
-    logits = target.logits(hidden)
-    positions = state.lengths_B[:, None] + torch.arange(1, block.shape[1] + 1, device=target.device)
-    chosen = choose(logits, positions, sampling)
+    hidden, taps = target(block_BN, state=state, taps=taps_wanted)
+    logits = None
+    if sampling.temperature == 0 and not scores:
+        chosen_BN = target.top1(hidden)
+    else:
+        logits = target.logits(hidden)
+        chosen_BN = choose(logits, state.ahead(num_tokens).positions_BT + 1, sampling, rows.seeds_B)
 
-    # accept the longest prefix of the draft that the target chose itself
-    num_accepted = int((block[0, 1:] == chosen[0, :-1]).long().cumprod(dim=0).sum())
+    # accept the longest prefix of the draft that the target chose itself, and one token more
+    gained_B = accept(block_BN, chosen_BN) + 1
 
     # commit what is now certain; the rest of the window was never there
-    state.commit(num_accepted + 1)
-    if drafter is not None and sequence.draft_state is not None:
-        drafter.extend(sequence.draft_state, taps, num_accepted + 1)
-    token_ids = chosen[0, : num_accepted + 1].tolist()
-    sequence.anchor = token_ids[-1]
-    return Cycle(token_ids, logits[0, : num_accepted + 1], num_accepted)
+    state.commit(gained_B)
+    if drafter is not None and draft_state is not None:
+        drafter.extend(draft_state, taps, gained_B)
+    rows.anchors_B.copy_(chosen_BN.gather(1, gained_B[:, None] - 1)[:, 0])
+    rows.emitted_BN[:, 0].copy_(gained_B)
+    rows.emitted_BN[:, 1 : num_tokens + 1].copy_(chosen_BN)
+    return logits if scores else None
 
 
-def draft(target: CausalLM, drafter: Drafter, sequence: Sequence, sampling: Sampling, num_tokens: int) -> Tensor:
-    """[1, N] anchor and N - 1 guesses. Guesses at a temperature use the target's own noise, see `ops.sampling`."""
-    assert sequence.draft_state is not None
-    block = torch.full((1, num_tokens), drafter.config.mask_token_id, device=target.device)
-    block[0, 0] = sequence.anchor
-    hidden = drafter.draft(sequence.draft_state, target.embed_tokens(block))
-    positions = sequence.state.lengths_B[:, None] + torch.arange(1, num_tokens, device=target.device)
+def draft(target: CausalLM, drafter: Drafter | None, rows: Rows, sampling: Sampling, num_tokens: int) -> Tensor:
+    """[B, N] anchor and N - 1 guesses. Guesses at a temperature use the target's own noise, see `ops.sampling`."""
+    if drafter is None or num_tokens == 1:
+        return rows.anchors_B[:, None]
+    assert rows.draft_state is not None
+    device = target.device
+    block_BN = torch.full((len(rows.anchors_B), num_tokens), drafter.config.mask_token_id, device=device)
+    block_BN[:, 0] = rows.anchors_B
+    hidden = drafter.draft(rows.draft_state, target.embed_tokens(block_BN))
+    if sampling.temperature == 0 and drafter.markov_head is None:
+        block_BN[:, 1:] = drafter.top1(target, hidden[:, 1:])
+        return block_BN
+    positions_BN = rows.state.ahead(num_tokens - 1).positions_BT + 1
     scores = drafter.scores(target, hidden[:, 1:])
     if drafter.markov_head is None:
-        block[:, 1:] = choose(scores, positions, sampling)
-        return block
+        block_BN[:, 1:] = choose(scores, positions_BN, sampling, rows.seeds_B)
+        return block_BN
     for k in range(1, num_tokens):  # a guess knows the one before it
         place = slice(k - 1, k)
-        biased = drafter.markov_head(scores[:, place], block[:, place])
-        block[:, k] = choose(biased, positions[:, place], sampling)[:, 0]
-    return block
+        biased = drafter.markov_head(scores[:, place], block_BN[:, place])
+        block_BN[:, k] = choose(biased, positions_BN[:, place], sampling, rows.seeds_B)[:, 0]
+    return block_BN
 
 
 def decode(
@@ -119,13 +162,31 @@ def decode(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[Cycle]:
     """The cycles of one answer, the prefill's first: exactly `max_tokens` tokens, or fewer with a stop id last."""
-    block = 1 if drafter is None else drafter.config.block_size
-    sequence, cycle = prefill(target, drafter, prompt_ids, len(prompt_ids) + max_tokens + block, sampling)
+    size = 1 if drafter is None else drafter.config.block_size
+    rows = new_rows(target, drafter, 1, len(prompt_ids) + max_tokens + size, sampling.seed)
+
+    def cycles() -> Iterator[Cycle]:
+        logits = prefill(target, drafter, rows, torch.tensor([prompt_ids], device=target.device), sampling)
+        yield Cycle(rows.anchors_B.tolist(), logits[0], 0)
+        done = 1
+        while True:
+            scores = decode_cycle(target, drafter, rows, sampling, min(size, max_tokens - done))
+            assert scores is not None
+            gained, *token_ids = rows.emitted_BN[0].tolist()
+            done += gained
+            rows.know(len(prompt_ids) + done - 1, exact=True)
+            yield Cycle(token_ids[:gained], scores[0, :gained], gained - 1)
+
+    return until(cycles(), max_tokens, stop_ids)
+
+
+def until(cycles: Iterator[Cycle], max_tokens: int, stop_ids: frozenset[int]) -> Iterator[Cycle]:
+    """The cycles that make exactly `max_tokens` tokens, or fewer with a stop id last: what comes after is dropped."""
     left = max_tokens
-    while True:
+    for cycle in cycles:
         ending = next((i + 1 for i, token in enumerate(cycle.token_ids) if token in stop_ids), None)
-        yield cycle if ending is None else cycle._replace(token_ids=cycle.token_ids[:ending])
-        left -= len(cycle.token_ids)
-        if ending is not None or left == 0:
+        token_ids = cycle.token_ids[: left if ending is None else min(left, ending)]
+        left -= len(token_ids)
+        yield cycle._replace(token_ids=token_ids)
+        if left == 0 or (ending is not None and len(token_ids) == ending):
             return
-        cycle = decode_cycle(target, drafter, sequence, sampling, max_block=left)

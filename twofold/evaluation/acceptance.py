@@ -84,7 +84,9 @@ def check_lossless(
             if got != wanted:
                 divergences += 1
                 first = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
-                best = plain[first].logits[0].topk(2).values
+                scores = plain[first].logits
+                assert scores is not None
+                best = scores[0].topk(2).values
                 near_ties += bool(best[0] - best[1] < NEAR_TIE)
             done += 1
             report(done, len(prompts) * len(samplings), f"{divergences} divergences")

@@ -13,7 +13,6 @@ from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.mixers import Attention, GatedDeltaNet, Place
 from twofold.models.state import DecodeState, new_state
-from twofold.ops.attention import cache_mask
 from twofold.ops.documents import Documents, document_ids
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table
@@ -35,8 +34,8 @@ class Layer(nn.Module):
 
     def forward(self, x_BTD: Tensor, place: Place, state: object) -> Tensor:
         mixer = self.self_attn if self.attends else self.linear_attn
-        x_BTD = x_BTD + mixer(self.input_layernorm(x_BTD), place, state)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        x_BTD = mixer(x_BTD, self.input_layernorm, place, state)
+        return self.mlp(x_BTD, self.post_attention_layernorm)
 
 
 class CausalLM(nn.Module):
@@ -102,21 +101,19 @@ class CausalLM(nn.Module):
         """Scores [..., V] of the hidden states [..., D]."""
         return self.head(hidden)[0]
 
+    def top1(self, hidden: Tensor) -> Tensor:
+        """The token [...] of the best score of the hidden states [..., D], the lowest id among equals."""
+        return self.head.top1(hidden, self.kernels)
+
     def place(self, token_ids_BT: Tensor, positions_BT: Tensor | None, state: DecodeState | None) -> Place:
         """What all layers of a pass share; it opens the state's window."""
         batch, num_tokens = token_ids_BT.shape
-        documents = None
-        if state is None:
-            if positions_BT is None:
-                positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
-            else:
-                documents = Documents(document_ids(positions_BT))
-        else:
+        if state is not None:
             assert positions_BT is None, "with a state, positions follow from its lengths"
-            positions_BT = state.open(num_tokens)
-        cos, sin = rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta)
-        if state is None:
-            return Place(positions_BT, cos, sin, documents)
-        num_keys = state.bound + num_tokens
-        mask = cache_mask(positions_BT, num_keys) if batch > 1 or num_tokens > 1 else None
-        return Place(positions_BT, cos, sin, mask_BTS=mask, num_keys=num_keys)
+            return Place(cache=state.open(num_tokens))
+        documents = None
+        if positions_BT is None:
+            positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
+        else:
+            documents = Documents(document_ids(positions_BT))
+        return Place(rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta), documents)

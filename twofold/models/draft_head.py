@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from twofold.models.layers import Projections, dense_weight
+from twofold.ops.kernels import Kernels
 from twofold.quant.linear import PackedLinear
 from twofold.quant.rounding import quantize, search_grid
 from twofold.quant.scheme import QuantScheme
@@ -64,6 +65,11 @@ class DraftHead(nn.Module):
         if self.row_ids is None:
             return scores
         return scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, self.row_ids, scores)
+
+    def top1(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """The token [...] of the best score of the hidden states [..., D]."""
+        best = self.product.top1(hidden, kernels)
+        return best if self.row_ids is None else self.row_ids[best]
 
 
 @torch.no_grad()

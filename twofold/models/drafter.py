@@ -13,7 +13,7 @@ enters, so there is nothing to roll back.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -24,12 +24,15 @@ from twofold.models.config import ModelConfig
 from twofold.models.draft_head import DraftHead
 from twofold.models.layers import MLP, Projections, RMSNorm, freeze
 from twofold.models.markov_head import MarkovHead
-from twofold.models.state import KeyValueCache
-from twofold.ops.draft_attention import DraftMask, sees_context
+from twofold.models.state import KeyValueCache, Lengths
+from twofold.ops.attention import attention
+from twofold.ops.cache import CachePlace
+from twofold.ops.draft_attention import DraftMask
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table, rotate
 
 KeyValue = tuple[Tensor, Tensor]
+Seen = Tensor | DraftMask  # a plain mask is [B, N, S + N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,7 @@ def _refuse_unknown(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> Non
 
 
 class DraftAttention(nn.Module):
-    """Queries from the block, keys and values from context and block."""
+    """x + o_proj(attention) of norm(x): queries from the block, keys and values from context and block."""
 
     def __init__(self, config: DrafterConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -199,25 +202,26 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
         self.block_inputs = Projections(self, "q_proj", "k_proj", "v_proj")
-        self.context_inputs = Projections(self, "k_proj", "v_proj")
         self.output = Projections(self, "o_proj")
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        k, v = (self._heads(x) for x in self.context_inputs(feature_BTD))
-        return rotate(self.k_norm(k), cos, sin), v
-
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
-        q, k, v = (self._heads(x) for x in self.block_inputs(x_BND))
+    def forward(self, x_BND: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
+        """In training: beside the keys and values of the context."""
+        q, k, v = (self.heads(x) for x in self.block_inputs(x_BND, norm))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
-        if isinstance(mask, DraftMask):
-            o = self.kernels.draft_attention(q, k, v, mask)
-        else:
-            o = self.kernels.attention(q, k, v, mask)
-        return self.output(o.flatten(-2))[0]
+        o = attention(q, k, v, mask) if isinstance(mask, Tensor) else self.kernels.draft_attention(q, k, v, mask)
+        return self.output(o.flatten(-2), residual=x_BND)[0]
+
+    def draft(self, x_BND: Tensor, norm: RMSNorm, place: CachePlace, cache: KeyValueCache) -> Tensor:
+        """In decoding: the block's keys and values stand in the cache behind the context until it grows over them."""
+        q, k, v = (self.heads(x) for x in self.block_inputs(x_BND, norm))
+        keys = (cache.k_BSGD, cache.v_BSGD)
+        q = self.kernels.store_keys(q, k, v, self.q_norm.scale(), self.k_norm.scale(), place, *keys)
+        o = self.kernels.cache_attention(q, *keys, place)
+        return self.output(o.flatten(-2), residual=x_BND)[0]
 
 
 class DraftLayer(nn.Module):
@@ -228,21 +232,25 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
 
-    def context(self, feature_BTD: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-        return self.self_attn.context(feature_BTD, cos, sin)
+    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
+        x_BND = self.self_attn(x_BND, self.input_layernorm, cos, sin, context, mask)
+        return self.mlp(x_BND, self.post_attention_layernorm)
 
-    def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Tensor | DraftMask) -> Tensor:
-        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos, sin, context, mask)
-        return x_BND + self.mlp(self.post_attention_layernorm(x_BND))
+    def draft(self, x_BND: Tensor, place: CachePlace, cache: KeyValueCache) -> Tensor:
+        x_BND = self.self_attn.draft(x_BND, self.input_layernorm, place, cache)
+        return self.mlp(x_BND, self.post_attention_layernorm)
 
 
 @dataclass
-class DraftState:
+class DraftState(Lengths):
     """Context keys and values of every layer; row b's context is its first lengths_B[b] positions."""
 
-    caches: list[KeyValueCache]
-    lengths_B: Tensor
-    bound: int = 0
+    caches: list[KeyValueCache] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Back to no context, in place."""
+        self.lengths_B.zero_()
+        self.know(0, exact=True)
 
 
 class Drafter(nn.Module):
@@ -273,6 +281,8 @@ class Drafter(nn.Module):
         self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
         self.draft_head: DraftHead | None = None  # in place of the target's
         self.feature = Projections(self, "fc")
+        names = [f"layers.{i}.self_attn.{part}" for i in range(config.num_layers) for part in ("k_proj", "v_proj")]
+        self.context_inputs = Projections(self, *names)  # one product: all layers see the same context
 
     @property
     def device(self) -> torch.device:
@@ -290,15 +300,19 @@ class Drafter(nn.Module):
     def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_table(positions, self.config.head_dim, self.config.rope_theta)
 
+    def _projected(self, taps: Sequence[Tensor]) -> list[KeyValue]:
+        """Keys and values [B, T, G, head_dim] of every layer, neither normed nor rotated."""
+        feature = self.hidden_norm(self.feature(torch.cat(list(taps), dim=-1))[0])
+        parts = [x.unflatten(-1, (-1, self.config.head_dim)) for x in self.context_inputs(feature)]
+        return list(zip(parts[::2], parts[1::2], strict=True))
+
     def contexts(self, taps: Sequence[Tensor], positions_BT: Tensor) -> list[KeyValue]:
         """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
-        feature = self.hidden_norm(self.feature(torch.cat(list(taps), dim=-1))[0])
         cos, sin = self._table(positions_BT)
-        return [layer.context(feature, cos, sin) for layer in self._layers]
+        projected = zip(self._layers, self._projected(taps), strict=True)
+        return [(rotate(layer.self_attn.k_norm(k), cos, sin), v) for layer, (k, v) in projected]
 
-    def forward(
-        self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Tensor | DraftMask
-    ) -> Tensor:
+    def forward(self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Seen) -> Tensor:
         """Hidden states [B, N, D] for the head; the mask covers context and block keys, [B, N, S + N]."""
         cos, sin = self._table(positions_BN)
         for layer, context in zip(self.layers, contexts, strict=True):
@@ -311,40 +325,40 @@ class Drafter(nn.Module):
         scores = target.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
         return scores if self.markov_head is None or previous is None else self.markov_head(scores, previous)
 
+    def top1(self, target: CausalLM, hidden: Tensor) -> Tensor:
+        """The token [...] with the best of `scores`, where no Markov head has a say."""
+        if self.draft_head is None:
+            return target.top1(hidden)
+        return self.draft_head.top1(hidden, self.kernels)
+
     def new_state(self, batch_size: int, max_length: int) -> DraftState:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_dim)
         new = self.norm.weight.new_zeros
-        caches = [KeyValueCache(new(shape), new(shape)) for _ in self.layers]
-        return DraftState(caches, torch.zeros(batch_size, dtype=torch.long, device=self.device))
+        return DraftState(
+            lengths_B=torch.zeros(batch_size, dtype=torch.long, device=self.device),
+            max_length=max_length,
+            rotary=self._table(torch.arange(max_length, device=self.device)),
+            caches=[KeyValueCache(new(shape), new(shape)) for _ in self.layers],
+        )
 
     def extend(self, state: DraftState, taps: Sequence[Tensor], n: int | Tensor) -> None:
-        """Appends the first n of T new positions to the context, a number for all rows or one for each [B]."""
+        """Appends the first n of T new positions to the context, a number for all rows or one for each [B], which may
+        stay on the device: all T are written then, and those past the new lengths are no part of the context."""
         if isinstance(n, int):
             taps = [tap[:, :n] for tap in taps]
-        num_new = taps[0].shape[1]
-        positions_BT = state.lengths_B[:, None] + torch.arange(num_new, device=self.device)
-        for cache, (k, v) in zip(state.caches, self.contexts(taps, positions_BT), strict=True):
-            cache.write(positions_BT, k, v)
-        state.lengths_B = state.lengths_B + n
-        exact = isinstance(n, int) or not n.is_cuda
-        state.bound = int(state.lengths_B.max()) if exact else state.bound + num_new
+        place = state.ahead(taps[0].shape[1])
+        for layer, cache, (k, v) in zip(self._layers, state.caches, self._projected(taps), strict=True):
+            norm = layer.self_attn.k_norm.scale()
+            self.kernels.store_keys(None, k, v, None, norm, place, cache.k_BSGD, cache.v_BSGD)
+        state.advance(n, at_most=place.num_tokens)
 
-    def draft(self, state: DraftState, block_BND: Tensor) -> Tensor:
+    def draft(self, state: DraftState, x_BND: Tensor) -> Tensor:
         """Hidden states [B, N, D] for a block (anchor and masks, embedded) that follows the context."""
-        num_tokens = block_BND.shape[1]
-        positions_BN = state.lengths_B[:, None] + torch.arange(num_tokens, device=self.device)
-        window = self.config.sliding_window
-        first = 0 if window is None else max(0, int(state.lengths_B.min()) - window + 1)
-        keys_S = torch.arange(first, state.bound, device=self.device)
-        mask = self._visible(keys_S, positions_BN, state.lengths_B[:, None])
-        contexts = [(c.k_BSGD[:, first : state.bound], c.v_BSGD[:, first : state.bound]) for c in state.caches]
-        block = torch.ones(*mask.shape[:2], num_tokens, dtype=torch.bool, device=self.device)
-        return self(block_BND, positions_BN, contexts, torch.cat((mask, block), dim=-1))
-
-    def _visible(self, keys_S: Tensor, positions_BN: Tensor, anchors_BN: Tensor) -> Tensor:
-        """[B, N, S]"""
-        visible = sees_context(keys_S, positions_BN[..., None], anchors_BN[..., None], self.config.sliding_window)
-        return visible.expand(*positions_BN.shape, -1)
+        place = state.ahead(x_BND.shape[1], causal=False, window=self.config.sliding_window)
+        for layer, cache in zip(self._layers, state.caches, strict=True):
+            x_BND = layer.draft(x_BND, place, cache)
+        hidden: Tensor = self.norm(x_BND)
+        return hidden
 
     def training_mask(self, documents_BT: Tensor, anchors_BA: Tensor) -> DraftMask:
         """For blocks at the anchors (indices in the row) of packed rows."""

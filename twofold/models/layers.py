@@ -1,11 +1,16 @@
 """The parts of a layer that target and drafter share."""
 
+from collections.abc import Callable
+from itertools import groupby
+
 import torch
 from torch import Tensor, nn
 
-from twofold.ops.kernels import Kernels, Linear
+from twofold.ops.kernels import Kernels
+from twofold.ops.linear import Linear, Norm
 from twofold.ops.norms import rms_norm
 from twofold.quant.linear import FakeQuantLinear, PackedLinear
+from twofold.quant.scheme import QuantScheme
 
 
 class RMSNorm(nn.Module):
@@ -16,24 +21,35 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
         self.eps = eps
         self.offset = offset
-        self.frozen: Tensor | None = None  # offset + w
+        self.frozen: Norm | None = None
+        self.kernel: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+
+    def freeze(self, kernels: Kernels) -> None:
+        self.frozen = Norm(self.weight.detach() + self.offset, self.eps)
+        self.kernel = kernels.rms_norm
+
+    def scale(self) -> Norm:
+        """The weight with its offset, and eps."""
+        return self.frozen or Norm(self.weight + self.offset, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.frozen is not None:
-            return rms_norm(x, self.frozen, self.eps)
+            return self.kernel(x, *self.frozen)
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class Projections:
-    """Several linear layers of one input: y_i = x W_i^T (+ b_i), as one product once the weights are frozen.
+    """Several linear layers of one input, y_i = norm(x) W_i^T (+ b_i), as one product once the weights are frozen.
 
-    Holds names, not layers, so that a layer of `owner` can be replaced (by a fake-quantized one, say).
+    Of `gated` layers, gate and up, comes silu(gate) * up. A residual is added to what a single output is. Holds names,
+    not layers, so that a layer of `owner` can be replaced (by a fake-quantized one, say).
     """
 
-    def __init__(self, owner: nn.Module, *names: str) -> None:
+    def __init__(self, owner: nn.Module, *names: str, gated: bool = False) -> None:
         self.owner = owner
         self.names = names
-        self.frozen: tuple[Linear, list[int]] | None = None
+        self.gated = gated
+        self.frozen: list[tuple[Linear, list[int]]] = []  # with the widths that the outputs have
 
     def layers(self) -> list[nn.Module]:
         return [self.owner.get_submodule(name) for name in self.names]
@@ -42,16 +58,65 @@ class Projections:
         layers = self.layers()
         if any(getattr(layer, "bias", None) is not None for layer in layers):
             return
-        weights = [dense_weight(layer, dtype) for layer in layers]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.frozen = (kernels.freeze_linear(weight), [len(w) for w in weights])
+        self.frozen = []
+        for scheme, run in groupby(layers, key=lambda layer: _integers(layer, kernels)):
+            part = list(run)
+            gated = self.gated and len(part) == len(layers)
+            sizes = [size(layer)[0] for layer in part]
+            linear = None if scheme is None else _frozen_integers(part, kernels, gated)
+            if linear is None:
+                weights = [dense_weight(layer, dtype) for layer in part]
+                linear = kernels.freeze_linear(torch.cat(weights) if len(weights) > 1 else weights[0], gated)
+            self.frozen.append((linear, [sum(sizes) // 2] if gated else sizes))
+        if kernels.join is not None and len(self.frozen) == 2:
+            (first, sizes), (second, more) = self.frozen
+            if (joined := kernels.join(first, second)) is not None:
+                self.frozen = [(joined, sizes + more)]
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.frozen is None:
-            return tuple(layer(x) for layer in self.layers())
-        linear, sizes = self.frozen
-        y = linear(x)
-        return y.split(sizes, dim=-1) if len(sizes) > 1 else (y,)
+    def __call__(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        assert residual is None or len(self.names) == 1
+        if self.frozen:
+            assert norm is None or norm.frozen is not None
+            scale = None if norm is None else norm.frozen
+            products = [(linear(x, scale, residual), sizes) for linear, sizes in self.frozen]
+            outputs = [part for y, sizes in products for part in y.split(sizes, dim=-1)]
+        else:
+            normed = x if norm is None else norm(x)
+            outputs = [layer(normed) for layer in self.layers()]
+            if residual is not None:
+                outputs = [residual + outputs[0]]
+        if self.gated and len(outputs) == 2:
+            outputs = [nn.functional.silu(outputs[0]) * outputs[1]]
+        return tuple(outputs)
+
+    def top1(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Where the largest entry of the only output is, [...] of x [..., K]."""
+        if not self.frozen:
+            return self(x)[0].argmax(dim=-1)
+        ((linear, _),) = self.frozen
+        return kernels.top1(linear, x)
+
+
+def size(layer: nn.Module) -> tuple[int, int]:
+    """(N, K) of a linear layer, quantized or not."""
+    assert isinstance(layer, nn.Linear | FakeQuantLinear | PackedLinear), f"{type(layer).__name__} is no linear layer"
+    return layer.out_features, layer.in_features
+
+
+def _integers(layer: nn.Module, kernels: Kernels) -> QuantScheme | None:
+    """The scheme of a layer whose integers the kernels multiply with."""
+    return layer.scheme if kernels.freeze_packed is not None and isinstance(layer, PackedLinear) else None
+
+
+def _frozen_integers(layers: list[nn.Module], kernels: Kernels, gated: bool) -> Linear | None:
+    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    assert kernels.freeze_packed is not None
+    assert len(packed) == len(layers)
+    q_NK = torch.cat([layer.integers() for layer in packed])
+    scale_NG = torch.cat([layer.grid.scale_NG for layer in packed])
+    zeros = [layer.grid.zero_NG for layer in packed]
+    zero_NG = torch.cat([zero for zero in zeros if zero is not None]) if zeros[0] is not None else None
+    return kernels.freeze_packed(q_NK, scale_NG, zero_NG, packed[0].scheme.bits, gated)
 
 
 def dense_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -66,23 +131,22 @@ def freeze(module: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Lays out all weights for decoding. Call it when they have stopped changing."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
-            part.frozen = part.weight.detach() + part.offset
+            part.freeze(kernels)
         for value in vars(part).values():
             if isinstance(value, Projections):
                 value.freeze(kernels, dtype)
 
 
 class MLP(nn.Module):
-    """y = (silu(x W_gate^T) * x W_up^T) W_down^T."""
+    """x + (silu(n W_gate^T) * n W_up^T) W_down^T, with n = norm(x)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.inputs = Projections(self, "gate_proj", "up_proj")
+        self.inputs = Projections(self, "gate_proj", "up_proj", gated=True)
         self.output = Projections(self, "down_proj")
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.inputs(x)
-        return self.output(nn.functional.silu(gate) * up)[0]
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return self.output(self.inputs(x, norm)[0], residual=x)[0]

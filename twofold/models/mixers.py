@@ -6,31 +6,28 @@ B batch, T tokens, H heads, D head width, C convolution channels.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twofold.models.config import ModelConfig
 from twofold.models.layers import Projections, RMSNorm
 from twofold.models.state import DeltaState, KeyValueCache
-from twofold.ops.convolution import causal_convolution
+from twofold.ops.cache import CachePlace
+from twofold.ops.delta_window import decay_and_strength
 from twofold.ops.documents import Documents
 from twofold.ops.kernels import Kernels
-from twofold.ops.norms import gated_rms_norm, rotate
+from twofold.ops.norms import rotate
 
 
 class Place(NamedTuple):
     """Where a pass stands: the same for all layers, computed once."""
 
-    positions_BT: Tensor
-    cos_BTR: Tensor
-    sin_BTR: Tensor
-    documents: Documents | None = None  # of a pass without a state; None: each row is one
-    mask_BTS: Tensor | None = None  # of a pass with a state; None: all keys are visible
-    num_keys: int = 0  # cached positions that such a pass looks at
+    rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, T, R], of a pass without a state
+    documents: Documents | None = None  # of such a pass; None: each row is one
+    cache: CachePlace | None = None  # of a pass with a state
 
 
 class Attention(nn.Module):
-    """o_proj(attention(q, k, v) * sigmoid(gate)), with QK-norm and gate where the family has them."""
+    """x + o_proj(attention(q, k, v) * sigmoid(gate)) of norm(x), with QK-norm and gate where the family has them."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -52,21 +49,20 @@ class Attention(nn.Module):
         self.inputs = Projections(self, "q_proj", "k_proj", "v_proj")
         self.output = Projections(self, "o_proj")
 
-    def forward(self, x_BTD: Tensor, place: Place, cache: KeyValueCache | None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(self.inputs(x_BTD), self._heads, strict=True))
-        if self.output_gate:
-            q, gate = q.chunk(2, dim=-1)
-        q = rotate(self.q_norm(q), place.cos_BTR, place.sin_BTR)
-        k = rotate(self.k_norm(k), place.cos_BTR, place.sin_BTR)
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, place: Place, cache: KeyValueCache | None) -> Tensor:
+        projected = self.inputs(x_BTD, norm)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(projected, self._heads, strict=True))
+        q, gate = q.chunk(2, dim=-1) if self.output_gate else (q, None)
         if cache is None:
+            assert place.rotation is not None
+            q, k = rotate(self.q_norm(q), *place.rotation), rotate(self.k_norm(k), *place.rotation)
             o = self.kernels.packed_attention(q, k, v, place.documents)
+            o = o if gate is None else o * gate.sigmoid()
         else:
-            cache.write(place.positions_BT, k, v)
-            k, v = cache.read(place.num_keys)
-            o = self.kernels.attention(q, k, v, place.mask_BTS)
-        if self.output_gate:
-            o = o * gate.sigmoid()
-        return self.output(o.flatten(-2))[0]
+            norms = (norm.scale() if isinstance(norm, RMSNorm) else None for norm in (self.q_norm, self.k_norm))
+            q = self.kernels.store_keys(q, k, v, *norms, place.cache, cache.k_BSGD, cache.v_BSGD)
+            o = self.kernels.cache_attention(q, cache.k_BSGD, cache.v_BSGD, place.cache, gate)
+        return self.output(o.flatten(-2), residual=x_BTD)[0]
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -74,10 +70,8 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)); the rule is in `ops.gated_delta`.
-
-    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
-    """
+    """x + out_proj(gated_norm(delta rule over silu(conv(q, k, v)), z)) of norm(x); the rule is in `ops.gated_delta`,
+    decay and strength in `ops.delta_window`."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -100,27 +94,23 @@ class GatedDeltaNet(nn.Module):
         self.inputs = Projections(self, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         self.output = Projections(self, "out_proj")
 
-    def forward(self, x_BTD: Tensor, place: Place, state: DeltaState | None) -> Tensor:
-        qkv_BTC, z, b, a = self.inputs(x_BTD)
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, place: Place, state: DeltaState | None) -> Tensor:
+        qkv_BTC, z, b, a = self.inputs(x_BTD, norm)
         weight_CW = self.conv1d.weight.squeeze(1)
         if state is None:
             mixed = self.kernels.packed_convolution(qkv_BTC, weight_CW, place.documents)
+            q, k, v = mixed.split(self.sizes, dim=-1)
+            o = self.kernels.packed_delta(
+                q.unflatten(-1, (self.num_key_heads, -1)),
+                k.unflatten(-1, (self.num_key_heads, -1)),
+                v.unflatten(-1, (self.num_value_heads, -1)),
+                *decay_and_strength(a, b, self.A_log, self.dt_bias),
+                place.documents,
+            )
         else:
-            inputs_BSC = torch.cat((state.conv_BWC, qkv_BTC), dim=1)
-            mixed = causal_convolution(inputs_BSC, weight_CW)
-        q, k, v = mixed.split(self.sizes, dim=-1)
-        wide = torch.promote_types(a.dtype, torch.float32)  # a decay rounded to bfloat16 is another decay
-        tokens = (
-            q.unflatten(-1, (self.num_key_heads, -1)),
-            k.unflatten(-1, (self.num_key_heads, -1)),
-            v.unflatten(-1, (self.num_value_heads, -1)),
-            -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide)),
-            b.sigmoid(),
-        )
-        if state is None:
-            o = self.kernels.packed_delta(*tokens, place.documents)
-        else:
-            o, window = self.kernels.gated_delta(*tokens, state_BHKV=state.state_BHKV)
-            state.window = (inputs_BSC, window)
+            o, state.window = self.kernels.delta_pass(
+                qkv_BTC, a, b, weight_CW, self.A_log, self.dt_bias, state.conv_BWC, state.state_BHKV
+            )
         z = z.unflatten(-1, (self.num_value_heads, -1))
-        return self.output(gated_rms_norm(o, z, self.norm.weight, self.eps).flatten(-2))[0]
+        normed = self.kernels.gated_rms_norm(o, z, self.norm.weight, self.eps)
+        return self.output(normed.flatten(-2), residual=x_BTD)[0]

@@ -1,6 +1,5 @@
 """Softmax attention with grouped keys. B batch, T queries, S keys, H query heads, G key heads, D head width."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,8 +20,3 @@ def attention(
         grouped = False
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return o.transpose(1, 2)
-
-
-def cache_mask(positions_BT: Tensor, num_keys: int) -> Tensor:
-    """[B, T, S]: query at position p sees the cached positions 0..p."""
-    return torch.arange(num_keys, device=positions_BT.device) <= positions_BT[..., None]

@@ -2,108 +2,116 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.ops import attention, draft_attention, gated_delta, packed
+from twofold.ops import cache, delta_window, draft_attention, linear, norms, packed
 from twofold.ops.draft_attention import DraftMask
-
-Linear = Callable[[Tensor], Tensor]
-
-
-def _dense_linear(weight_NK: Tensor) -> Linear:
-    return lambda x: F.linear(x, weight_NK)
-
-
-FEW_ROWS = 64
-
-
-def _cpu_linear(weight_NK: Tensor) -> Linear:
-    """y = x W^T. At up to `FEW_ROWS` rows PyTorch's own product spends most of its time on a weight laid out in rows:
-    a wide weight is laid out once in oneDNN's blocks, a narrow one multiplied from the left, W x^T.
-
-    oneDNN's product has no gradient, so autograd takes PyTorch's.
-    """
-    able = weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if not able or len(weight_NK) < 512:
-        return lambda x: _left_product(x, weight_NK)
-    blocked = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach().contiguous(), 8)
-
-    def apply(x: Tensor) -> Tensor:
-        if x.requires_grad or x.numel() // x.shape[-1] > FEW_ROWS:
-            return F.linear(x, weight_NK)
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
-
-    return apply
-
-
-def _left_product(x: Tensor, weight_NK: Tensor) -> Tensor:
-    if not 1 < x.numel() // x.shape[-1] <= FEW_ROWS:
-        return F.linear(x, weight_NK)
-    return (weight_NK @ x.flatten(0, -2).T).T.view(*x.shape[:-1], -1)
+from twofold.ops.linear import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """One implementation for each operation; the signatures are those of the reference functions.
 
-    `freeze_linear(weight [N, K]) -> (x [..., K] -> x W^T)` may lay the weight out anew; it is called once when a
-    model's weights stop changing.
+    `freeze_linear(weight [N, K], gated)` may lay the weight out anew; it is called once when a model's weights stop
+    changing. `freeze_packed(q int8 [N, K], scale [N, G], zero [N, G] or None, bits, gated)` does so for integers; where
+    it is None, or returns None for a weight that it does not serve, packed layers are laid out dense. `join` makes one
+    of two products of one input that were laid out apart, where it can.
     """
 
     name: str
-    attention: Callable[..., Tensor]
+    prefill_chunk: int = 512  # tokens of a prompt that are run together
+    # a pass with a decode state
+    store_keys: Callable[..., Any]
+    cache_attention: Callable[..., Tensor]
+    delta_pass: Callable[..., tuple[Tensor, Any]]
+    delta_commit: Callable[[Sequence[Any], Tensor | int, Tensor, Tensor], None]
+    # a pass without
     draft_attention: Callable[[Tensor, Tensor, Tensor, DraftMask], Tensor]
-    gated_delta: Callable[..., tuple[Tensor, gated_delta.DeltaWindow]]
-    commit_delta: Callable[..., Tensor]
     packed_attention: Callable[..., Tensor]
     packed_convolution: Callable[..., Tensor]
     packed_delta: Callable[..., Tensor]
-    freeze_linear: Callable[[Tensor], Linear]
+    # of frozen weights
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    freeze_linear: Callable[[Tensor, bool], Linear]
+    freeze_packed: Callable[[Tensor, Tensor, Tensor | None, int, bool], Linear | None] | None
+    join: Callable[[Linear, Linear], Linear | None] | None
+    top1: Callable[[Linear, Tensor], Tensor]
 
     @staticmethod
     def reference() -> "Kernels":
         return Kernels(
             name="reference",
-            attention=attention.attention,
+            store_keys=cache.store_keys,
+            cache_attention=cache.cache_attention,
+            delta_pass=delta_window.delta_pass,
+            delta_commit=delta_window.delta_commit,
             draft_attention=draft_attention.draft_attention,
-            gated_delta=gated_delta.gated_delta,
-            commit_delta=gated_delta.commit_delta,
             packed_attention=packed.packed_attention,
             packed_convolution=packed.packed_convolution,
             packed_delta=packed.packed_delta,
-            freeze_linear=_dense_linear,
+            rms_norm=norms.rms_norm,
+            gated_rms_norm=norms.gated_rms_norm,
+            freeze_linear=linear.dense_linear,
+            freeze_packed=None,
+            join=None,
+            top1=linear.top1,
         )
 
     @staticmethod
     def cpu() -> "Kernels":
-        return replace(Kernels.reference(), name="cpu", freeze_linear=_cpu_linear)
+        return replace(Kernels.reference(), name="cpu", freeze_linear=linear.cpu_linear)
 
     @staticmethod
-    def cuda() -> "Kernels":
+    def cuda(*, overlap: bool = False) -> "Kernels":
+        """`overlap`: a decode kernel may start before the one before it has ended (sm_90 and newer)."""
         from twofold.ops import packed_cuda
+        from twofold.ops.decode import served
 
         return replace(
             Kernels.reference(),
             name="cuda",
+            prefill_chunk=8192,  # the large products are worth it, and dense weights are made once a chunk
+            store_keys=partial(served.store_keys, overlap=overlap),
+            cache_attention=partial(served.cache_attention, overlap=overlap),
+            delta_pass=partial(served.delta_pass, overlap=overlap),
+            delta_commit=partial(served.delta_commit, overlap=overlap),
             draft_attention=draft_attention.flex_draft_attention,
             packed_attention=packed_cuda.packed_attention,
             packed_convolution=packed_cuda.packed_convolution,
+            rms_norm=partial(served.rms_norm, overlap=overlap),
+            gated_rms_norm=partial(served.gated_rms_norm, overlap=overlap),
+            freeze_linear=partial(served.freeze_linear, overlap=overlap),
+            freeze_packed=partial(served.freeze_packed, overlap=overlap),
+            join=served.join,
+            top1=served.top1,
         )
 
     @staticmethod
-    def auto(device: torch.device | str) -> "Kernels":
+    def auto(device: torch.device | str, *, overlap: bool = False) -> "Kernels":
         """The fastest set that this machine can run on `device`."""
         if torch.device(device).type != "cuda":
             return Kernels.cpu()
-        if (lack := draft_attention.why_no_flex()) is None:
-            return Kernels.cuda()
-        _say_once(f"drafters train without flex attention, slower and with more memory: {lack}")
-        return replace(Kernels.cuda(), draft_attention=draft_attention.draft_attention)
+        from twofold.ops.decode import served
+
+        kernels, reference = Kernels.cuda(overlap=overlap), Kernels.reference()
+        if (lack := draft_attention.why_no_flex()) is not None:
+            _say_once(f"slower, and drafters train with more memory, without Triton's kernels: {lack}")
+            passes = ("store_keys", "cache_attention", "delta_pass", "delta_commit", "rms_norm", "gated_rms_norm")
+            others = ("draft_attention", "packed_convolution")
+            kernels = replace(kernels, **{name: getattr(reference, name) for name in passes + others})
+        if (lack := served.why_no_products(device)) is not None:
+            _say_once(f"packed layers are multiplied as dense ones: {lack}")
+            products = ("freeze_linear", "freeze_packed", "join", "top1")
+            kernels = replace(kernels, **{name: getattr(reference, name) for name in products})
+        return kernels
 
 
 @functools.cache

@@ -5,6 +5,7 @@ A sampled token is argmax(log p + Gumbel noise), which has distribution p, and t
 drafter that adds the target's noise to its own scores guesses the target's sample, not just its mode.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,6 @@ def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
         ordered = ordered.masked_fill(before >= sampling.top_p, -torch.inf)
         scores = torch.empty_like(scores).scatter_(-1, order, ordered)
     if sampling.min_p > 0:
-        floor = scores.max(dim=-1, keepdim=True).values + torch.tensor(sampling.min_p).log()
+        floor = scores.max(dim=-1, keepdim=True).values + math.log(sampling.min_p)
         scores = scores.masked_fill(scores < floor, -torch.inf)
     return scores

@@ -1,17 +1,25 @@
 """What the commands do with a finished run."""
 
 import json
+import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from twofold.decoding.engine import Engine
 from twofold.evaluation.acceptance import EvaluateConfig
+from twofold.evaluation.engine import EngineBench, measure_engine
 from twofold.evaluation.latency import BenchConfig
+from twofold.evaluation.roofline import PAPER_A10G, against, find_gpu, predict
 from twofold.export.card import Card
 from twofold.export.engines import find_engine
 from twofold.export.folders import Exported, export
+from twofold.models.shapes import find_shape
 from twofold.models.tokenizer import Tokenizer
+from twofold.ops.kernels import Kernels
 from twofold.pipeline import measure_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
@@ -74,6 +82,88 @@ def bench(directory: Path) -> Json:
                 f"accept length {latency['accept_length']:.2f}"
             )
     return measured
+
+
+def bench_shape(shape: str, config: EngineBench, command: str, *, overlap: bool = False) -> Json:
+    """Measures the engine at a shape on this machine's GPU (a tiny one also without), prints and returns it."""
+    found = find_shape(shape)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and shape != "tiny":
+        raise ValueError(f"--shape {shape} needs a GPU; without one, --shape tiny shows the same path")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    measured = measure_engine(found, config, Kernels.auto(device, overlap=overlap), device, dtype, print)
+    where = measure_stages.environment() | {"precision": str(dtype).removeprefix("torch.")}
+    if device.type == "cuda":
+        where |= {"cuda": str(torch.version.cuda), "driver": _driver()}
+    return {
+        "command": command,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "environment": where,
+        "shape": shape,
+        "overlap": overlap,
+        **measured,
+    }
+
+
+def roofline(shape: str, gpu: str, accept_length: float, measured: Path | None = None) -> Json:
+    """Prints and returns what a GPU can do at a shape, by bytes, operations and launches; beside it how far that is off
+    what `bench --shape` measured there."""
+    found, device = find_shape(shape), find_gpu(gpu)
+    figures = {} if measured is None else _by_setting(measured, shape)
+    print(f"{device.name}: {device.gigabytes_per_s:g} GB/s, {device.bf16_tflops:g} TF in BF16. {device.source}")
+    print(f"predicted at accept length {accept_length:g}; a floor is at the data sheet's peaks and free launches\n")
+    result: Json = {"shape": shape, "gpu": gpu, "accept_length": accept_length, "settings": {}}
+    for name, (prompt, new_tokens) in BenchConfig().settings().items():
+        rows = predict(found, device, prompt, new_tokens, accept_length)
+        for row in rows:
+            print(
+                f"{name:<8}{row.name:<16}{row.gigabytes:>6.2f} GB {row.floor_ms:>8.2f} floor "
+                f"{row.cycle_ms:>8.2f} ms/cycle {row.ms_per_token:>7.2f} ms/token "
+                f"{row.ttft_ms:>9.1f} ms first {row.total_ms:>9.1f} ms total"
+            )
+        result["settings"][name] = [vars(row) for row in rows]
+        for off in against(rows, figures.get(name, {})):
+            print(
+                f"{name:<8}{off['name']:<16}predicted over measured: cycle {off['cycle_ms']:+.0%}, first token "
+                f"{off['ttft_ms']:+.0%}, total {off['total_ms']:+.0%}"
+            )
+            result["settings"][name].append({**off, "name": f"{off['name']}, error"})
+        if (shape, gpu) == ("qwen3.5-4b", "a10g"):
+            (swa,) = (row for row in rows if row.name == "+ SWA")
+            paper = PAPER_A10G[name]
+            print(f"{name:<8}the paper measured {paper:g} ms in all on an A10G; predicted {swa.total_ms:.0f} ms")
+            result["settings"][name].append({"name": "paper", "total_ms": paper})
+    return result
+
+
+def _by_setting(file: Path, shape: str) -> dict[str, dict[str, dict[str, float]]]:
+    """The figures of every setting and step in a file of `bench --shape`."""
+    data = json.loads(file.read_text())
+    if not isinstance(data, dict) or data.get("shape") != shape or "ledger" not in data:
+        raise ValueError(f"{file} is no result of bench --shape {shape}; make one with --json")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in data["ledger"]:
+        for setting, figures in row["settings"].items():
+            found.setdefault(setting, {})[row["name"]] = figures
+    return found
+
+
+def _commit() -> str:
+    """Of the checkout that this package lies in; "unknown" where it lies in none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
 
 
 def evaluate(directory: Path) -> Json:

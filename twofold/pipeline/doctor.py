@@ -126,6 +126,8 @@ def _gpu_kernels() -> Finding:
     """Whether the fast kernels can run; without them the reference and CPU kernels do."""
     import torch
 
+    from twofold.ops.decode.served import why_no_products
+
     def finding(mark: Literal["ok", "no", "info"], text: str) -> Finding:
         return Finding(name="GPU kernels", mark=mark, text=text)
 
@@ -136,4 +138,6 @@ def _gpu_kernels() -> Finding:
         return finding("no", f"need compute capability 7.5, this is {capability[0]}.{capability[1]}")
     if importlib.util.find_spec("triton") is None:
         return finding("no", "need Triton; run: pip install triton")
+    if (lack := why_no_products("cuda")) is not None:
+        return finding("no", f"all but the products with packed weights can run: {lack}")
     return finding("ok", "can run")

@@ -205,10 +205,13 @@ class PackedLinear(nn.Module):
         zero_GN = unpack_integers(self.weight_zero_point.T, self.out_features, self.scheme.bits)
         return Grid(self.weight_scale, zero_GN.T.contiguous())
 
+    def integers(self) -> Tensor:
+        """q, int8 [N, K]."""
+        return unpack_integers(self.weight_packed, self.in_features, self.scheme.bits)
+
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """(q - zero) * scale in `dtype`, [N, K]."""
-        q_NK = unpack_integers(self.weight_packed, self.in_features, self.scheme.bits)
-        return dequantize(q_NK, *self.grid, self.scheme.group_length(self.in_features), dtype)
+        return dequantize(self.integers(), *self.grid, self.scheme.group_length(self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.cache_dtype is None:

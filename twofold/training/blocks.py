@@ -10,9 +10,8 @@ from twofold.data.conversations import PackedRows
 from twofold.data.features import Features, features_of
 from twofold.decoding.acceptance import Acceptance, walk
 from twofold.models.causal_lm import CausalLM
-from twofold.models.drafter import Drafter, KeyValue
+from twofold.models.drafter import Drafter, KeyValue, Seen
 from twofold.ops.documents import document_ids
-from twofold.ops.draft_attention import DraftMask
 
 
 class Blocks(NamedTuple):
@@ -78,7 +77,7 @@ def draft_hidden(
 
 
 def _block_hidden(
-    drafter: Drafter, target: CausalLM, blocks: Blocks, contexts: Sequence[KeyValue], mask: Tensor | DraftMask
+    drafter: Drafter, target: CausalLM, blocks: Blocks, contexts: Sequence[KeyValue], mask: Seen
 ) -> Tensor:
     with torch.no_grad():
         x_BND = target.embed_tokens(blocks.block_ids_BN)

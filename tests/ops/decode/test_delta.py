@@ -1,0 +1,106 @@
+"""The verify window and its commit: the law commit(n) = a run over n tokens, and Triton's kernels by the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.decode.on_device import DEVICE, DTYPES, needs_triton, tolerance
+from twofold.ops.decode import delta
+from twofold.ops.decode.delta import WindowFactors
+
+BATCH, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH, CONV = 2, 4, 2, 16, 32, 4
+CHANNELS = 2 * KEY_HEADS * WIDTH + HEADS * VALUE_WIDTH
+
+
+def window(tokens: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """x, conv, weight, a, b, A_log, dt_bias, state; x, b and a are parts of one tensor."""
+    torch.manual_seed(0)
+    fused = torch.randn(BATCH, tokens, CHANNELS + 2 * HEADS, dtype=dtype)
+    x, b, a = fused.to(device).split((CHANNELS, HEADS, HEADS), dim=-1)
+    conv, weight = torch.randn(BATCH, CONV - 1, CHANNELS, dtype=dtype), torch.randn(CHANNELS, CONV, dtype=dtype)
+    rest = [torch.rand(HEADS), torch.randn(HEADS), torch.randn(BATCH, HEADS, WIDTH, VALUE_WIDTH)]
+    conv, weight, A_log, dt_bias, state = (t.to(device) for t in (conv, weight, *rest))
+    return [x, conv, weight, a, b, A_log, dt_bias, state]
+
+
+def test_commit_of_the_reference_is_a_run_over_n_tokens() -> None:
+    x, conv, weight, a, b, *rest, state = (t.double() for t in window(5, torch.float32, "cpu"))
+    _, factors = delta.delta_window(x, conv, weight, a, b, *rest, state)
+    for n in range(6):
+        n_B = torch.tensor([n, 5 - n])
+        found, kept = state.clone(), conv.clone()
+        assert delta.commit_delta_(found, factors, n_B) is found
+        delta.commit_convolution_(kept, x, n_B)
+        for row, count in enumerate(n_B.tolist()):
+            expected, inputs = state[row : row + 1], torch.cat((conv, x), dim=1)[row : row + 1]
+            for t in range(count):  # token by token
+                one = (y[row : row + 1, t : t + 1] for y in (a, b))
+                step = inputs[:, t + 3 : t + 4], inputs[:, t : t + 3], weight
+                _, one_factor = delta.delta_window(*step, *one, *rest, expected)
+                expected = delta.commit_delta_(expected.clone(), one_factor, torch.tensor([1]))
+            torch.testing.assert_close(found[row], expected[0])
+            assert torch.equal(kept[row], inputs[0, count : count + 3])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_window(tokens: int, gated: bool, dtype: torch.dtype) -> None:
+    from twofold.ops.decode import delta_triton
+
+    inputs = window(tokens, dtype, DEVICE)
+    inputs[3][:, 0] = 25  # softplus is the identity there
+    extra: dict[str, Tensor | float] = {}
+    if gated:
+        z = torch.randn(BATCH, tokens, HEADS * VALUE_WIDTH + 8, device=DEVICE, dtype=dtype)[..., 8:]
+        norm = torch.rand(VALUE_WIDTH, device=DEVICE, dtype=dtype)
+        extra = {"z_BTHV": z.unflatten(-1, (HEADS, -1)), "norm_V": norm, "eps": 1e-6}
+    wide = [t.float() for t in inputs]
+    wide_extra = {name: x.float() if isinstance(x, Tensor) else x for name, x in extra.items()}
+    expected, expected_factors = delta.delta_window(*wide, **wide_extra)
+    o, factors = delta_triton.delta_window(*inputs, **extra)
+    torch.testing.assert_close(o.float(), expected, **tolerance(dtype))
+    torch.testing.assert_close(tuple(factors), tuple(expected_factors), rtol=1e-3, atol=1e-3)
+    assert torch.equal(inputs[-1], wide[-1])
+
+
+@needs_triton
+def test_window_of_equal_keys_without_decay() -> None:
+    """The hardest system: all below the diagonal near 1."""
+    from twofold.ops.decode import delta_triton
+
+    inputs = window(16, torch.float32, DEVICE)
+    inputs[0][:] = inputs[0][:, :1].clone()
+    inputs[1][:] = inputs[0][:, :1]
+    inputs[3][:], inputs[4][:] = -30, 10
+    expected, expected_factors = delta.delta_window(*(t.double() for t in inputs))
+    o, factors = delta_triton.delta_window(*inputs)
+    torch.testing.assert_close(o.double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(factors.u_BHTV.double(), expected_factors.u_BHTV, rtol=1e-3, atol=1e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("layers", [0, 3])
+def test_commit_of_every_n(layers: int) -> None:
+    from twofold.ops.decode import delta_triton
+
+    torch.manual_seed(0)
+    front = (layers, BATCH) if layers else (BATCH,)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*front, *shape, device=DEVICE)
+
+    for tokens in (1, 16):
+        decay = -torch.rand(*front, HEADS, tokens, device=DEVICE).cumsum(-1)
+        factors = WindowFactors(randn(KEY_HEADS, tokens, WIDTH), randn(HEADS, tokens, VALUE_WIDTH), decay)
+        state, conv, x = randn(HEADS, WIDTH, VALUE_WIDTH), randn(3, 1100), randn(tokens, 1108)[..., :1100]
+        for n in range(tokens + 1):
+            n_B = torch.tensor([n, tokens - n], device=DEVICE)
+            expected, found = state.clone(), state.clone()
+            delta.commit_delta_(expected, factors, n_B)
+            assert delta_triton.commit_delta_(found, factors, n_B) is found
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            kept, expected = conv.clone(), conv.clone()
+            delta_triton.commit_convolution_(kept, x, n_B)
+            assert torch.equal(kept, delta.commit_convolution_(expected, x, n_B))

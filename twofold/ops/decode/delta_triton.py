@@ -1,0 +1,215 @@
+"""`delta_window`, `commit_delta_` and `commit_convolution_` (equations in delta.py and ops/gated_delta.py).
+
+A program has one value head, or some of its columns: convolution, activation, unit length, decay, the triangular system
+and the products, with the state read once. (I + A)^-1 is made of diagonal blocks of 1, 2, 4, 8 rows, which is as stable
+as substitution. What enters the state is computed in three tf32 products for each float32 one; what is read from it,
+and rounded to bfloat16 in the end, in one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twofold.ops.decode.delta import WindowFactors
+from twofold.ops.decode.overlap_triton import able, in_turn, options
+
+TOKENS = 16
+
+
+@triton.jit
+def _convolved(x_ptr, conv_ptr, weight_ptr, channel, t, x_t, conv_w, T: tl.constexpr, W: tl.constexpr):
+    """silu of the convolution at every token, for some channels; zero past T."""
+    z = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
+    for j in tl.static_range(W):
+        source = t + j - (W - 1)
+        new, old = (source >= 0) & (t < T), (source < 0) & (t < T)
+        x = tl.load(x_ptr + source[:, None] * x_t + channel[None, :], mask=new[:, None], other=0.0).to(tl.float32)
+        x += tl.load(conv_ptr + (t + j)[:, None] * conv_w + channel[None, :], mask=old[:, None], other=0.0).to(
+            tl.float32
+        )
+        z += x * tl.load(weight_ptr + channel * W + j).to(tl.float32)[None, :]
+    return z * tl.sigmoid(z)
+
+
+@triton.jit
+def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, state_ptr, z_ptr, norm_ptr, o_ptr,
+                   k_ptr, u_ptr, decay_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t, z_h, eps,
+                   T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                   W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+                   READ: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
+    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i = h // (H // G)
+    t, j = tl.arange(0, TOKENS), tl.arange(0, TOKENS)
+    of_k, of_v = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.load(state_ptr + b * state_b + h * K * V + of_k[:, None] * V + of_v[None, :])
+
+    x_ptr += b * x_b
+    conv_ptr += b * conv_b
+    q = _convolved(x_ptr, conv_ptr, weight_ptr, i * K + of_k, t, x_t, conv_w, T, W)
+    k = _convolved(x_ptr, conv_ptr, weight_ptr, (G + i) * K + of_k, t, x_t, conv_w, T, W)
+    v = _convolved(x_ptr, conv_ptr, weight_ptr, 2 * G * K + h * V + of_v, t, x_t, conv_w, T, W)
+    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * K**-0.5)[:, None]
+    k *= tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
+
+    a = tl.load(a_ptr + b * a_b + t * a_t + h, mask=t < T, other=0.0).to(tl.float32)
+    a += tl.load(dt_ptr + h).to(tl.float32)
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    g = tl.where(t < T, -tl.exp(tl.load(a_log_ptr + h).to(tl.float32)) * soft, 0.0)
+    beta = tl.load(b_ptr + b * b_b + t * b_t + h, mask=t < T, other=0.0).to(tl.float32)
+    beta = tl.where(t < T, tl.sigmoid(beta), 0.0)
+    decay = tl.cumsum(g, axis=0)
+    pair = tl.exp(tl.where(j[None, :] <= t[:, None], decay[:, None] - decay[None, :], float("-inf")))
+
+    dots = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+    mix = tl.where(j[None, :] < t[:, None], beta[:, None] * pair * dots, 0.0)
+    inverse = tl.where(t[:, None] == j[None, :], 1.0, 0.0) - tl.where(
+        (t[:, None] % 2 == 1) & (j[None, :] == t[:, None] - 1), mix, 0.0
+    )
+    for level in tl.static_range(1, 4):  # blocks of 2, 4, 8 rows: TOKENS is 16
+        below = ((t[:, None] >> level) % 2 == 1) & ((j[None, :] >> level) == (t[:, None] >> level) - 1)
+        lower = tl.dot(inverse, tl.where(below, mix, 0.0), input_precision="tf32x3")
+        inverse -= tl.dot(lower, inverse, input_precision="tf32x3")
+
+    from_start = tl.exp(decay)[:, None]
+    u = beta[:, None] * (v - from_start * tl.dot(k, state, input_precision="tf32x3"))
+    u = tl.dot(inverse, u, input_precision="tf32x3")
+    seen = pair * tl.dot(q, tl.trans(k), input_precision=READ)
+    o = tl.dot(seen, u, from_start * tl.dot(q, state, input_precision=READ), input_precision=READ)
+
+    real = (t < T)[:, None]
+    if z_ptr is not None:  # COLUMNS is V
+        z = tl.load(z_ptr + b * z_b + t[:, None] * z_t + h * z_h + of_v[None, :], mask=real, other=0.0).to(tl.float32)
+        o *= tl.rsqrt(tl.sum(o * o, axis=1) / V + eps)[:, None] * tl.load(norm_ptr + of_v).to(tl.float32)[None, :]
+        o *= z * tl.sigmoid(z)
+    tl.store(o_ptr + ((b * T + t)[:, None] * H + h) * V + of_v[None, :], o.to(o_ptr.dtype.element_ty), mask=real)
+    tl.store(u_ptr + ((b * H + h) * T + t)[:, None] * V + of_v[None, :], u, mask=real)
+    if part == 0:
+        tl.store(decay_ptr + (b * H + h) * T + t, decay, mask=t < T)
+        if h % (H // G) == 0:
+            tl.store(k_ptr + ((b * G + i) * T + t)[:, None] * K + of_k[None, :], k, mask=real)
+
+
+def delta_window(
+    x_BTC: Tensor,
+    conv_BWC: Tensor,
+    weight_CW: Tensor,
+    a_BTH: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_BHKV: Tensor,
+    *,
+    z_BTHV: Tensor | None = None,
+    norm_V: Tensor | None = None,
+    eps: float = 0.0,
+    factors: WindowFactors | None = None,
+    overlap: bool = False,
+) -> tuple[Tensor, WindowFactors]:
+    """T <= 16; `factors` (of one layer, contiguous) are written where they are given."""
+    overlap = able(overlap, x_BTC.device)
+    batch, num_tokens, channels = x_BTC.shape
+    heads, width, value_width = state_BHKV.shape[1:]
+    key_heads = (channels - heads * value_width) // (2 * width)
+    if num_tokens > TOKENS:
+        raise ValueError(f"a window has at most {TOKENS} tokens, got {num_tokens}; use gated_delta")
+    assert state_BHKV.dtype == torch.float32
+    assert state_BHKV[0].is_contiguous()
+    assert weight_CW.is_contiguous()
+    for x in (x_BTC, conv_BWC, a_BTH, b_BTH, z_BTHV):
+        assert x is None or x.stride(-1) == 1, "channels and heads must be contiguous"
+    o = x_BTC.new_empty(batch, num_tokens, heads, value_width)
+    if factors is None:
+        new = state_BHKV.new_empty
+        factors = WindowFactors(
+            new(batch, key_heads, num_tokens, width),
+            new(batch, heads, num_tokens, value_width),
+            new(batch, heads, num_tokens),
+        )
+    assert all(x.is_contiguous() for x in factors)
+    # the norm needs all columns of a head; without it more programs read the state
+    columns = value_width if z_BTHV is not None else min(32, value_width)
+    strides = (*x_BTC.stride()[:2], *conv_BWC.stride()[:2], *a_BTH.stride()[:2], *b_BTH.stride()[:2])
+    z_strides = (0, 0, 0) if z_BTHV is None else z_BTHV.stride()[:3]
+    _window_kernel[(value_width // columns, heads, batch)](
+        x_BTC, conv_BWC, weight_CW, a_BTH, b_BTH, A_log_H, dt_bias_H, state_BHKV, z_BTHV, norm_V, o, *factors, *strides,
+        state_BHKV.stride(0), *z_strides, eps, num_tokens, heads, key_heads, width, value_width, weight_CW.shape[1],
+        columns, TOKENS, "tf32x3" if x_BTC.dtype == torch.float32 else "tf32", overlap,
+        num_warps=8 if columns >= 128 else 4, **options(overlap),
+    )  # fmt: skip
+    return o, factors
+
+
+@triton.jit
+def _commit_kernel(state_ptr, k_ptr, u_ptr, decay_ptr, n_ptr, batch, state_l, state_b, T: tl.constexpr, H: tl.constexpr,
+                   G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
+                   TOKENS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
+    part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    n = tl.load(n_ptr + row % batch).to(tl.int32)
+    if n > 0:
+        t = tl.arange(0, TOKENS)
+        of_k, of_v = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+        at = state_ptr + row // batch * state_l + row % batch * state_b + h * K * V + of_k[:, None] * V + of_v[None, :]
+        state = tl.load(at)
+        total = tl.load(decay_ptr + (row * H + h) * T + n - 1)
+        decay = tl.load(decay_ptr + (row * H + h) * T + t, mask=t < n, other=float("inf"))
+        i = h // (H // G)
+        mine = (t < n)[None, :]
+        k = tl.load(k_ptr + ((row * G + i) * T + t)[None, :] * K + of_k[:, None], mask=mine, other=0.0)
+        u = tl.load(u_ptr + ((row * H + h) * T + t)[:, None] * V + of_v[None, :], mask=(t < n)[:, None], other=0.0)
+        k *= tl.exp(total - decay)[None, :]
+        tl.store(at, tl.exp(total) * state + tl.dot(k, u, input_precision="tf32x3"))
+
+
+def commit_delta_(state_BHKV: Tensor, factors: WindowFactors, n_B: Tensor, *, overlap: bool = False) -> Tensor:
+    overlap = able(overlap, state_BHKV.device)
+    heads, width, value_width = state_BHKV.shape[-3:]
+    layers = state_BHKV.shape[0] if state_BHKV.dim() == 5 else 1
+    batch = state_BHKV.shape[-4]
+    num_tokens, key_heads = factors.k_BGTK.shape[-2], factors.k_BGTK.shape[-3]
+    assert num_tokens <= TOKENS
+    assert state_BHKV[(0,) * (state_BHKV.dim() - 3)].is_contiguous()
+    assert all(x.is_contiguous() for x in factors)
+    columns = min(64, value_width)
+    state_l = state_BHKV.stride(0) if state_BHKV.dim() == 5 else 0
+    _commit_kernel[(value_width // columns, heads, layers * batch)](
+        state_BHKV, *factors, n_B, batch, state_l, state_BHKV.stride(-4), num_tokens, heads, key_heads, width,
+        value_width, columns, TOKENS, overlap, num_warps=4, **options(overlap),
+    )  # fmt: skip
+    return state_BHKV
+
+
+@triton.jit
+def _commit_convolution_kernel(conv_ptr, x_ptr, n_ptr, batch, channels, conv_l, conv_b, conv_w, x_l, x_b, x_t,
+                               KEPT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    in_turn(OVERLAP)
+    row = tl.program_id(1).to(tl.int64)
+    layer, b = row // batch, row % batch
+    n = tl.load(n_ptr + b).to(tl.int32)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    conv_ptr += layer * conv_l + b * conv_b
+    x_ptr += layer * x_l + b * x_b
+    here = c < channels
+    for w in tl.static_range(KEPT):  # from the oldest on: what is read was not yet written
+        old = tl.load(conv_ptr + (w + n) * conv_w + c, mask=here & (w + n < KEPT), other=0.0)
+        new = tl.load(x_ptr + (w + n - KEPT) * x_t + c, mask=here & (w + n >= KEPT), other=0.0)
+        tl.debug_barrier()  # a channel's load and store may be of different threads
+        tl.store(conv_ptr + w * conv_w + c, tl.where(w + n < KEPT, old, new), mask=here)
+
+
+def commit_convolution_(conv_BWC: Tensor, x_BTC: Tensor, n_B: Tensor, *, overlap: bool = False) -> Tensor:
+    overlap = able(overlap, conv_BWC.device)
+    batch, kept, channels = conv_BWC.shape[-3:]
+    layers = conv_BWC.shape[0] if conv_BWC.dim() == 4 else 1
+    assert conv_BWC.stride(-1) == 1
+    assert x_BTC.stride(-1) == 1
+    assert conv_BWC.dtype == x_BTC.dtype
+    conv_l, x_l = (x.stride(0) if x.dim() == 4 else 0 for x in (conv_BWC, x_BTC))
+    block = 1024
+    _commit_convolution_kernel[(triton.cdiv(channels, block), layers * batch)](
+        conv_BWC, x_BTC, n_B, batch, channels, conv_l, *conv_BWC.stride()[-3:-1], x_l, *x_BTC.stride()[-3:-1], kept,
+        block, overlap, num_warps=4, **options(overlap),
+    )  # fmt: skip
+    return conv_BWC

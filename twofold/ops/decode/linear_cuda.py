@@ -1,0 +1,211 @@
+"""The GPU's `packed_linear`, `top1` and `unpack` (linear.cu; equations and layout in packed_weight.py).
+
+With `overlap` a kernel may start before the one before it has ended (programmatic dependent launch, sm_90 and newer):
+it asks for its weights and then waits. Only for weights that no kernel still in flight writes, as in a captured pass.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twofold.ops.decode.cuda import Kernel, compile_kernels
+from twofold.ops.decode.packed_weight import STEP, PackedWeight
+
+MAX_ROW_TILES = 4  # of 8 rows in a block
+SHARED = 99 * 1024  # bytes that a block may have on sm_86
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A block has `warps` that split K, `tiles` of 16 outputs, `row_tiles` of 8 rows, `stages` steps in flight."""
+
+    warps: int
+    tiles: int
+    row_tiles: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    norm: bool = False
+    residual: bool = False
+    top1: bool = False
+    tail: bool = False
+
+
+def choose(weight: PackedWeight, rows: int) -> Config:
+    """`warps` depends on K alone, so that a row has the same bits whatever stands beside it."""
+    steps = weight.num_inputs // STEP
+    warps = 16 if steps >= 128 else 8 if steps >= 16 else max(1, steps // 2)
+    tiles = 2 if weight.num_outputs >= 8192 and weight.bits < 16 else 1
+    row_tiles = 1 if rows <= 8 else 2 if rows <= 16 else MAX_ROW_TILES
+    planes = weight.words.shape[2]
+    stages = max(2, min(-(-steps // warps), 6 // planes))
+    config = Config(warps=warps, tiles=tiles, row_tiles=row_tiles, stages=stages)
+    while shared_bytes(weight, config) > SHARED and config.stages > 1:
+        config = replace(config, stages=config.stages - 1)
+    return config
+
+
+def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ...]:
+    values = {
+        "BITS": weight.bits,
+        "GROUP": weight.group_size,
+        "ASYM": weight.asymmetric,
+        "GATED": weight.gated,
+        "WARPS": config.warps,
+        "R": config.tiles,
+        "NT": config.row_tiles,
+        "STAGES": config.stages,
+        "NORM": fused.norm,
+        "RESIDUAL": fused.residual,
+        "TOP1": fused.top1,
+        "TAIL": fused.tail,
+    }
+    return tuple(f"-D{name}={int(value)}" for name, value in values.items())
+
+
+def shared_bytes(weight: PackedWeight, config: Config) -> int:
+    """As linear.cu divides it: the ring of weights and scales, the partial sums, squares, the best so far."""
+    threads = config.warps * 32
+    words = 0 if weight.scales is None else weight.scales.shape[-1]
+    ring = threads * config.stages * config.tiles * (16 * weight.words.shape[2] + 4 * words)
+    rows = config.row_tiles * 8
+    sums = config.warps * config.tiles * 16 * (rows + 1) * 4
+    return ring + sums + config.warps * rows * 4 + rows * 8
+
+
+def top1_shared_bytes() -> int:
+    return 256 * 12
+
+
+@functools.cache
+def _kernels(options: tuple[str, ...], device: int) -> dict[str, Kernel]:
+    source = Path(__file__).with_name("linear.cu")
+    return compile_kernels(source, options, ("packed_linear", "best_of_parts", "unpack"), device)
+
+
+def packed_linear(
+    x_MK: Tensor,
+    weight: PackedWeight,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MN: Tensor | None = None,
+    tail: PackedWeight | None = None,
+    out_MN: Tensor | None = None,
+    overlap: bool = False,
+    config: Config | None = None,
+) -> Tensor:
+    """[M, N] (N / 2 if gated), bfloat16. x, residual and out may be rows of a wider tensor, on 16 bytes; out may be the
+    residual. `tail` is of 16 bits, behind a weight of 4 that is not gated."""
+    rows = x_MK.shape[0]
+    config = config or choose(weight, rows)
+    width = weight.out_features + (0 if tail is None else tail.out_features)
+    y = x_MK.new_empty(rows, width) if out_MN is None else out_MN
+    _check(x_MK, weight, y, residual_MN, norm_K, width)
+    assert y.data_ptr() != x_MK.data_ptr(), "other blocks still read x"
+    if tail is not None:
+        assert (weight.bits, tail.bits) == (4, 16)
+        assert tail.num_inputs == weight.num_inputs
+        assert not weight.gated
+        assert not tail.gated
+    fused = Fused(norm=norm_K is not None, residual=residual_MN is not None, tail=tail is not None)
+    _launch(x_MK, weight, config, fused, norm_K, eps, residual_MN, y, None, None, None, overlap, tail)
+    return y
+
+
+def top1(
+    x_MK: Tensor,
+    weight: PackedWeight,
+    *,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    overlap: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(ids [M] int64, scores [M] float32), without the scores of all outputs ever being in memory."""
+    assert not weight.gated
+    rows = x_MK.shape[0]
+    config = config or choose(weight, rows)
+    _check(x_MK, weight, None, None, norm_K, 0)
+    fused = Fused(norm=norm_K is not None, top1=True)
+    kernels = _kernels(defines(weight, config, fused), x_MK.device.index)
+    groups = -(-weight.words.shape[0] // config.tiles)
+    blocks = min(groups, kernels["packed_linear"].resident_blocks(config.warps * 32, shared_bytes(weight, config)))
+    part_score = x_MK.new_empty(rows, blocks, dtype=torch.float32)
+    part_id = x_MK.new_empty(rows, blocks, dtype=torch.int64)
+    _launch(x_MK, weight, config, fused, norm_K, eps, None, None, part_score, part_id, blocks, overlap)
+    scores, ids = x_MK.new_empty(rows, dtype=torch.float32), x_MK.new_empty(rows, dtype=torch.int64)
+    best = kernels["best_of_parts"]
+    best((rows, 1), 256, top1_shared_bytes(), (part_score, part_id, scores, ids, blocks), overlap)
+    return ids, scores
+
+
+def unpack(weight: PackedWeight, out_NK: Tensor | None = None) -> Tensor:
+    """w [N, K] in bfloat16, for products of many rows by a dense matrix."""
+    sizes = weight.num_outputs, weight.num_inputs
+    dense = weight.words.new_empty(sizes, dtype=torch.bfloat16) if out_NK is None else out_NK
+    assert dense.shape == sizes
+    assert dense.is_contiguous()
+    assert dense.dtype == torch.bfloat16
+    config = Config(warps=1, tiles=1, row_tiles=1, stages=1)
+    kernel = _kernels(defines(weight, config, Fused()), weight.words.device.index)["unpack"]
+    tiles, steps = weight.words.shape[:2]
+    kernel((-(-tiles * steps // 8), 1), 256, 0, (weight.words, weight.scales, dense, *sizes), False)
+    return dense
+
+
+def _launch(
+    x_MK: Tensor,
+    weight: PackedWeight,
+    config: Config,
+    fused: Fused,
+    norm_K: Tensor | None,
+    eps: float,
+    residual_MN: Tensor | None,
+    y_MN: Tensor | None,
+    part_score: Tensor | None,
+    part_id: Tensor | None,
+    blocks: int | None,
+    overlap: bool,
+    tail: PackedWeight | None = None,
+) -> None:
+    kernel = _kernels(defines(weight, config, fused), x_MK.device.index)["packed_linear"]
+    rows = x_MK.shape[0]
+    groups = -(-weight.words.shape[0] // config.tiles)
+    if tail is not None:
+        groups += -(-tail.words.shape[0] // config.tiles)
+    grid = (blocks or groups, -(-rows // (8 * config.row_tiles)))
+    more, more_outputs = (None, 0) if tail is None else (tail.words, tail.num_outputs)
+    tensors = weight.words, weight.scales, x_MK, norm_K, residual_MN, y_MN, part_score, part_id, more
+    sizes = rows, weight.num_outputs, weight.num_inputs, more_outputs
+    strides = x_MK.stride(0), *(0 if x is None else x.stride(0) for x in (residual_MN, y_MN))
+    shared = shared_bytes(weight, config)
+    kernel(grid, config.warps * 32, shared, (*tensors, float(eps), *sizes, *strides), overlap)
+
+
+def _check(
+    x_MK: Tensor,
+    weight: PackedWeight,
+    y_MN: Tensor | None,
+    residual_MN: Tensor | None,
+    norm_K: Tensor | None,
+    width: int,
+) -> None:
+    assert x_MK.dim() == 2, f"x is {list(x_MK.shape)}"
+    assert x_MK.shape[1] == weight.num_inputs, f"x is {list(x_MK.shape)}"
+    for name, tensor in (("x", x_MK), ("y", y_MN), ("residual", residual_MN), ("norm", norm_K)):
+        if tensor is None:
+            continue
+        rows_fit = tensor.dim() == 1 or len(tensor) == 1 or tensor.stride(0) % 8 == 0
+        if tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1 or not rows_fit or tensor.data_ptr() % 16:
+            raise ValueError(
+                f"{name} must be bfloat16 rows on 16 bytes, got {tensor.dtype} of strides {tensor.stride()}"
+            )
+    for tensor in (y_MN, residual_MN):
+        assert tensor is None or tensor.shape == (x_MK.shape[0], width)
+    assert norm_K is None or norm_K.shape == (weight.num_inputs,)
