@@ -1,13 +1,13 @@
 """Frozen layers: which become one product, and that the answer stays."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.tiny import HYBRID, PLAIN, build, tokens
-from twofold.models.calibration import quantize_head
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import packable_linears
 from twofold.models.config import LINEAR, ModelConfig
@@ -25,20 +25,22 @@ def packed(config: ModelConfig, kernels: Kernels) -> CausalLM:
     model = build(config, kernels)
     with torch.no_grad():
 
-        def pack(name: str, linear: torch.nn.Linear) -> PackedLinear:
-            grid = search_grid(linear.weight, SCHEME)
-            return PackedLinear.from_integers(quantize(linear.weight, grid, SCHEME), grid, SCHEME)
+        def pack(scheme: QuantScheme, _: str, linear: torch.nn.Linear) -> PackedLinear:
+            grid = search_grid(linear.weight, scheme)
+            return PackedLinear.from_integers(quantize(linear.weight, grid, scheme), grid, scheme)
 
-        replace_linears(model, packable_linears(config), pack)
-        quantize_head(model, QuantScheme(bits=8, group_size=16))
+        replace_linears(model, packable_linears(config), partial(pack, SCHEME))
+        replace_linears(model, ["lm_head"], partial(pack, QuantScheme(bits=8, group_size=16)))
     return model
 
 
 def with_integers(made: list[tuple[int, list[int], bool]], serves: bool = True) -> Kernels:
     """Kernels that multiply with integers, by way of the dense matrix, and note what they were given."""
 
-    def freeze(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gated: bool) -> Linear | None:
-        assert (q.dtype, scale.dtype) == (torch.int8, torch.bfloat16)
+    def freeze(
+        q: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gated: bool, dtype: torch.dtype
+    ) -> Linear | None:
+        assert (q.dtype, scale.dtype, dtype) == (torch.int8, torch.bfloat16, torch.float32)
         made.append((bits, list(q.shape), gated))
         if not serves:
             return None

@@ -63,7 +63,7 @@ class Projections:
             part = list(run)
             gated = self.gated and len(part) == len(layers)
             sizes = [size(layer)[0] for layer in part]
-            linear = None if scheme is None else _frozen_integers(part, kernels, gated)
+            linear = None if scheme is None else _frozen_integers(part, kernels, gated, dtype)
             if linear is None:
                 weights = [dense_weight(layer, dtype) for layer in part]
                 linear = kernels.freeze_linear(torch.cat(weights) if len(weights) > 1 else weights[0], gated)
@@ -108,7 +108,7 @@ def _integers(layer: nn.Module, kernels: Kernels) -> QuantScheme | None:
     return layer.scheme if kernels.freeze_packed is not None and isinstance(layer, PackedLinear) else None
 
 
-def _frozen_integers(layers: list[nn.Module], kernels: Kernels, gated: bool) -> Linear | None:
+def _frozen_integers(layers: list[nn.Module], kernels: Kernels, gated: bool, dtype: torch.dtype) -> Linear | None:
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     assert kernels.freeze_packed is not None
     assert len(packed) == len(layers)
@@ -116,7 +116,7 @@ def _frozen_integers(layers: list[nn.Module], kernels: Kernels, gated: bool) -> 
     scale_NG = torch.cat([layer.grid.scale_NG for layer in packed])
     zeros = [layer.grid.zero_NG for layer in packed]
     zero_NG = torch.cat([zero for zero in zeros if zero is not None]) if zeros[0] is not None else None
-    return kernels.freeze_packed(q_NK, scale_NG, zero_NG, packed[0].scheme.bits, gated)
+    return kernels.freeze_packed(q_NK, scale_NG, zero_NG, packed[0].scheme.bits, gated, dtype)
 
 
 def dense_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:

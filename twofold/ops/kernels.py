@@ -20,9 +20,9 @@ class Kernels:
     """One implementation for each operation; the signatures are those of the reference functions.
 
     `freeze_linear(weight [N, K], gated)` may lay the weight out anew; it is called once when a model's weights stop
-    changing. `freeze_packed(q int8 [N, K], scale [N, G], zero [N, G] or None, bits, gated)` does so for integers; where
-    it is None, or returns None for a weight that it does not serve, packed layers are laid out dense. `join` makes one
-    of two products of one input that were laid out apart, where it can.
+    changing. `freeze_packed(q int8 [N, K], scale [N, G], zero [N, G] or None, bits, gated, dtype of x)` does so for
+    integers; where it is None, or returns None for what it does not serve, packed layers are laid out dense. `join`
+    makes one of two products of one input that were laid out apart, where it can.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     freeze_linear: Callable[[Tensor, bool], Linear]
-    freeze_packed: Callable[[Tensor, Tensor, Tensor | None, int, bool], Linear | None] | None
+    freeze_packed: Callable[[Tensor, Tensor, Tensor | None, int, bool, torch.dtype], Linear | None] | None
     join: Callable[[Linear, Linear], Linear | None] | None
     top1: Callable[[Linear, Tensor], Tensor]
 

@@ -53,7 +53,7 @@ def integers(outputs: int, inputs: int, bits: int, symmetric: bool) -> tuple[Ten
 @pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
 def test_a_packed_product_is_the_dense_one(rows: tuple[int, ...], gated: bool, bits: int, symmetric: bool) -> None:
     q, scale, zero = integers(48, 128, bits, symmetric)
-    found = served.freeze_packed(q, scale, zero, bits, gated)
+    found = served.freeze_packed(q, scale, zero, bits, gated, torch.bfloat16)
     wanted = dense_linear(dequantize(q, scale, zero, 32, torch.float32), gated)
     assert isinstance(found, served.PackedProduct)
     x, norm = torch.randn(*rows, 128), Norm(torch.rand(128), 1e-5)
@@ -68,7 +68,7 @@ def test_a_packed_product_is_the_dense_one(rows: tuple[int, ...], gated: bool, b
 @pytest.mark.parametrize("rows", [(1, 4), (2, 70)])
 def test_a_joined_product_has_both_outputs(rows: tuple[int, int]) -> None:
     q, scale, _ = integers(48, 128, 4, True)
-    first = served.freeze_packed(q, scale, None, 4, False)
+    first = served.freeze_packed(q, scale, None, 4, False, torch.bfloat16)
     dense = torch.randn(16, 128).bfloat16()
     second = served.PackedProduct(pack_bf16(dense), dense.float())
     assert first is not None
@@ -84,12 +84,14 @@ def test_a_joined_product_has_both_outputs(rows: tuple[int, int]) -> None:
 
 def test_what_is_not_served_stays_dense_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     q, scale, zero = integers(48, 96, 4, True)
-    assert served.freeze_packed(q, scale, zero, 4, False) is None  # 96 is no multiple of 64
+    assert served.freeze_packed(q, scale, zero, 4, False, torch.bfloat16) is None  # 96 is no multiple of 64
     q, scale, zero = integers(48, 128, 8, False)
     for _ in range(2):
-        assert served.freeze_packed(q, scale, zero, 8, False) is None
+        assert served.freeze_packed(q, scale, zero, 8, False, torch.bfloat16) is None
     said = capsys.readouterr().err
     assert "K a multiple of 64" in said
+    q, scale, zero = integers(48, 128, 4, True)
+    assert served.freeze_packed(q, scale, zero, 4, False, torch.float32) is None
     assert said.count("8 bits with zero points") == 1
 
 
@@ -101,11 +103,14 @@ def test_a_model_on_packed_products(length: int, step: str) -> None:
     def freeze_linear(weight: Tensor, gated: bool) -> served.PackedProduct:
         return served.PackedProduct(pack_bf16(weight, gated), weight)
 
+    def freeze_packed(*given: object) -> object:
+        return served.freeze_packed(*given[:-1], torch.bfloat16)  # type: ignore[arg-type]
+
     shape = find_shape("tiny")
     packed = replace(
         Kernels.reference(),
         freeze_linear=freeze_linear,
-        freeze_packed=served.freeze_packed,
+        freeze_packed=freeze_packed,  # type: ignore[arg-type]
         join=served.join,
         top1=served.top1,
     )

@@ -103,9 +103,18 @@ def freeze_linear(weight_NK: Tensor, gated: bool, *, overlap: bool = False) -> L
 
 
 def freeze_packed(
-    q_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, gated: bool, *, overlap: bool = False
+    q_NK: Tensor,
+    scale_NG: Tensor,
+    zero_NG: Tensor | None,
+    bits: int,
+    gated: bool,
+    dtype: torch.dtype,
+    *,
+    overlap: bool = False,
 ) -> Linear | None:
-    """None, said once, for weights that the kernel does not serve."""
+    """None, said once, for weights that the kernel does not serve, and for models of another dtype than bfloat16."""
+    if dtype != torch.bfloat16:
+        return None
     group_size = q_NK.shape[1] // scale_NG.shape[1]
     try:
         if bits == 4:
