@@ -28,10 +28,13 @@ interop-transformers: $(VENV)/.installed $(TRANSFORMERS:%=$(VENV)-transformers-%
 $(VENV)-transformers-%/.installed: $(VENV)/.installed scripts/interop/transformers_environment.sh
 	PYTHON=$(PYTHON) scripts/interop/transformers_environment.sh $(VENV)-transformers-$* $* $(VENV)
 
-# A checkpoint of llm-compressor's GPTQ, made in an environment of its own, is where distillation starts.
-llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed
+# A checkpoint of llm-compressor's GPTQ, made in an environment of its own, is where distillation starts; it answers in
+# vLLM as in Twofold.
+llm-compressor: $(VENV)/.installed $(VENV)-llmcompressor/.installed $(VENV)-interop/.installed
 	$(VENV)-llmcompressor/bin/python scripts/interop/llm_compressor.py build/llm-compressor
 	$(BIN)/twofold run scripts/interop/llm_compressor.toml --out runs/llm-compressor --until pack
+	$(BIN)/python scripts/interop/compare.py --python $(VENV)-interop/bin/python \
+		--target build/llm-compressor --json build/interop_llm_compressor.json
 
 $(VENV)-llmcompressor/.installed: scripts/interop/requirements-llmcompressor.txt
 	$(PYTHON) -m venv $(VENV)-llmcompressor

@@ -35,6 +35,7 @@ def tables(name: str, result: dict[str, Any]) -> str:
         "target_smollm2": target_rows,
         "target_4b_step": step_rows,
         "interop_cpu": interop_rows,
+        "interop_llm_compressor": interop_rows,
         "interop_transformers": transformers_rows,
     }
     return writers.get(name, report_tables)(result)
@@ -111,13 +112,14 @@ def interop_rows(result: dict[str, Any]) -> str:
         f"{minutes['environment']} minutes for the environment and {minutes['comparison']} for the rest. Stood in for: "
         f"{', '.join(result['results'][0]['stand_ins']) or 'nothing'}.",
         "",
-        "| export | equal | near-ties | accept length, vLLM | Twofold |",
-        "|---|---|---|---|---|",
+        "| export | equal | near-ties | accept length, vLLM | Twofold | missed |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["results"]:
         lengths = row["accept_length"]
         theirs, ours = ("", "") if lengths is None else (f"{length:.2f}" for length in lengths)
-        lines.append(f"| {row['name']} | {row['equal']} | {row['near_ties']} | {theirs} | {ours} |")
+        missed = "; ".join(row["misses"]) or "none"
+        lines.append(f"| {row['name']} | {row['equal']} | {row['near_ties']} | {theirs} | {ours} | {missed} |")
     return "\n".join(lines) + "\n"
 
 

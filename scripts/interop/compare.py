@@ -2,6 +2,7 @@
 
 python scripts/interop/compare.py                       # the shipped pocket model, rounded to INT4 here and now
 python scripts/interop/compare.py --run runs/pocket     # a finished run: its healed target, its drafters
+python scripts/interop/compare.py --target FOLDER ...   # pocket models quantized otherwise, alone and with the drafter
 
 Greedy answers to held-out prompts. vLLM computes in bfloat16 (its head in float32), Twofold in float32. A prompt agrees
 when all tokens are equal, or when the first that differs is Twofold's second choice within NEAR_TIE of its first. The
@@ -50,7 +51,11 @@ PROMPTS, TOKENS, WINDOW = 16, 64, 12
 NEAR_TIE, ACCEPT_LENGTH = 0.05, 0.10
 SCHEME = QuantScheme(group_size=32)
 # What vLLM says of weights that it could not place or did not find.
-COMPLAINT = re.compile(r"skip(ping)? (loading|weight)|missing weight|not initialized from|unexpected weight", re.I)
+COMPLAINT = re.compile(
+    r"skip(ping)? (loading|weight)|missing weight|not initialized from|unexpected weight|(is|were) not loaded"
+    r"|error in weight loading",
+    re.I,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +95,26 @@ def windowed(drafter: Path, window: int | None, folder: Path) -> Path:
     return folder
 
 
-def exports(work: Path, run: Path | None) -> Iterator[tuple[str, Exported]]:
-    target, dense, packed = artifacts(work, run)
-    whole, window = (windowed(packed, w, work / f"drafter_{w}") for w in (None, WINDOW))
-    for number, (name, engine, model, drafter) in enumerate(
-        (
+def exports(work: Path, run: Path | None, targets: list[Path]) -> Iterator[tuple[str, Exported]]:
+    """Name, export: of the targets of others, or of a run, or of the shipped model."""
+    cases: list[tuple[str, str, Path, Path | None]] = []
+    for target in targets:
+        cases.append((str(target), "vllm", target, None))
+        cases.append((f"{target} + BF16 drafter", "vllm", target, POCKET / "drafter"))
+    if not targets:
+        packed, dense_drafter, drafter = artifacts(work, run)
+        whole, window = (windowed(drafter, w, work / f"drafter_{w}") for w in (None, WINDOW))
+        cases = [
             ("BF16", "vllm", POCKET, None),
-            ("W4A16", "vllm", target, None),
-            ("W4A16 + BF16 drafter", "vllm", target, dense),
-            ("W4A16 + INT4 drafter", "vllm", target, whole),
-            (f"W4A16 + INT4 drafter, window {WINDOW}", "vllm", target, window),
-            ("the same, speculators' format", "speculators", target, window),
-        )
-    ):
-        card = Card(name="pocket", base_model="pocket")
-        yield name, export(model, drafter, work / f"export_{number}", find_engine(engine), card)
+            ("W4A16", "vllm", packed, None),
+            ("W4A16 + BF16 drafter", "vllm", packed, dense_drafter),
+            ("W4A16 + INT4 drafter", "vllm", packed, whole),
+            (f"W4A16 + INT4 drafter, window {WINDOW}", "vllm", packed, window),
+            ("the same, speculators' format", "speculators", packed, window),
+        ]
+    card = Card(name="pocket", base_model="pocket")
+    for number, (name, engine, model, draft) in enumerate(cases):
+        yield name, export(model, draft, work / f"export_{number}", find_engine(engine), card)
 
 
 def ask_vllm(python: Path, exported: Exported, prompts: list[list[int]], work: Path) -> tuple[dict[str, Any], str]:
@@ -175,7 +185,9 @@ def made_in(python: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, metavar="DIR", help="a finished run (default: the shipped model, rounded)")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--run", type=Path, metavar="DIR", help="a finished run (default: the shipped model, rounded)")
+    given.add_argument("--target", type=Path, metavar="FOLDER", nargs="+", default=[], help="quantized pocket models")
     parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="vLLM's environment")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
@@ -188,7 +200,7 @@ def main() -> int:
         work = Path(folder)
         asked = [
             (name, exported, vllm.submit(ask_vllm, options.python, exported, prompts, work / f"job_{number}"))
-            for number, (name, exported) in enumerate(exports(work, options.run))
+            for number, (name, exported) in enumerate(exports(work, options.run, options.target))
         ]
         for name, exported, answered in asked:
             answer, log = answered.result()
@@ -211,7 +223,7 @@ def main() -> int:
     print(", ".join(f"{name} {value} s" for name, value in seconds.items()))
     if options.json is not None:
         figures = {
-            "command": "make interop",
+            "command": "make interop" if not options.target else "make llm-compressor",
             "date": date.today().isoformat(),
             "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
             "hardware": hardware,
