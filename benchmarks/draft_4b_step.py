@@ -29,7 +29,8 @@ import twofold
 from twofold.data.conversations import PackedRows
 from twofold.data.features import features_of
 from twofold.models.config import ModelConfig
-from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.shapes import QWEN3_5_4B
 from twofold.ops.draft_attention import draft_attention, flex_draft_attention
 from twofold.ops.kernels import Kernels

@@ -48,8 +48,9 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, save_target
 from twofold.models.draft_head import DraftHeadConfig, count_tokens, make_draft_head
 from twofold.models.draft_quantization import DraftQuantizeConfig, quantize_drafter
-from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
+from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling

@@ -9,8 +9,9 @@ import twofold
 from twofold.data.prompts import read_prompts, tokenize_prompts
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
-from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter
+from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 

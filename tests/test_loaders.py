@@ -24,8 +24,9 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.config import ModelConfig
 from twofold.models.draft_head import DraftHeadConfig, make_draft_head
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.speculators import BORROWED
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.stage import StageContext

@@ -19,8 +19,9 @@ from twofold.data.features import feature_source
 from twofold.data.generate import GenerateConfig, generate
 from twofold.data.prompts import read_prompts
 from twofold.models.checkpoint import load_target
-from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import save_drafter
+from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.layers import dense_weight
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels

@@ -17,7 +17,8 @@ from tests.models.tiny import HYBRID, PLAIN, build, perturb, tokens
 from twofold.decoding import step
 from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill
 from twofold.models.causal_lm import CausalLM
-from twofold.models.drafter import Drafter, DrafterConfig, DraftState
+from twofold.models.drafter import Drafter, DraftState
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.state import DecodeState, KeyValueCache
 from twofold.ops.cache import CachePlace
 from twofold.ops.sampling import Sampling

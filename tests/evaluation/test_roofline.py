@@ -7,7 +7,8 @@ from torch import nn
 from twofold.evaluation import roofline
 from twofold.evaluation.roofline import GPUS, Gpu, Work, cycle_work, drafter_work, find_gpu, predict, prefill_work
 from twofold.models.causal_lm import CausalLM
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.random_weights import random_drafter, random_target
 from twofold.models.shapes import find_shape
 from twofold.models.state import DeltaState

@@ -24,8 +24,9 @@ from twofold.export.engines import ENGINES, find_engine
 from twofold.export.folders import Exported, export
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.draft_head import DraftHeadConfig, make_draft_head
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.folder import TOKENIZER_FILES
 from twofold.quant.scheme import QuantScheme
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.models.tiny import HYBRID, VOCABULARY, build, perturb, tokens
-from twofold.models.drafter import Drafter, DrafterConfig, DraftLayer, DraftShape, DraftState
+from twofold.models.drafter import Drafter, DraftLayer, DraftState
+from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.ops.cache import CachePlace
 from twofold.ops.documents import document_ids
 

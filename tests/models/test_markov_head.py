@@ -24,8 +24,9 @@ from twofold.evaluation.acceptance import measure_acceptance
 from twofold.models import markov_head as module
 from twofold.models.causal_lm import CausalLM
 from twofold.models.draft_head import DraftHeadConfig, make_draft_head
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.markov_head import MarkovHead
 from twofold.ops.sampling import Sampling
 from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, teacher_forced_acceptance

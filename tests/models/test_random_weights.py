@@ -5,7 +5,7 @@ import torch
 
 from twofold.models import checkpoint, draft_quantization
 from twofold.models.config import ModelConfig
-from twofold.models.drafter import DrafterConfig
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.random_weights import random_drafter, random_target
 from twofold.models.shapes import SHAPES, find_shape
 from twofold.ops.kernels import Kernels

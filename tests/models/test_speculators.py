@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models.test_drafter import CONFIG
-from twofold.models.drafter import DrafterConfig
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.speculators import from_speculators, to_speculators
 
 

@@ -17,7 +17,8 @@ from tests.models.tiny import HYBRID, VOCABULARY, build, perturb
 from twofold.data.conversations import Conversation, PackedRows, pack
 from twofold.data.features import features_of
 from twofold.models.causal_lm import CausalLM
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, teacher_forced_acceptance

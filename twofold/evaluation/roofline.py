@@ -13,7 +13,8 @@ from torch import nn
 
 from twofold.models.causal_lm import CausalLM
 from twofold.models.config import FULL
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.random_weights import random_drafter, random_target
 from twofold.models.shapes import Shape
 from twofold.ops.kernels import Kernels

@@ -7,7 +7,7 @@ from typing import Any
 
 from twofold.export.engines import Engine
 from twofold.models.config import ModelConfig
-from twofold.models.drafter import DrafterConfig
+from twofold.models.drafter_config import DrafterConfig
 
 
 @dataclass(frozen=True, kw_only=True)

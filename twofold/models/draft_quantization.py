@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from twofold.models.calibration import LayerReport, check_fallbacks, rounding_errors
 from twofold.models.draft_head import DraftHeadConfig
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.layers import RMSNorm
 from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
 from twofold.quant.calibrate import gptq_in_order, observe

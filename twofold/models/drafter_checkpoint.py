@@ -19,7 +19,8 @@ from torch import Tensor
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import check_tensors
 from twofold.models.draft_head import DraftHead, DraftHeadConfig
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.models.folder import WEIGHTS, read_json, read_tensors
 from twofold.models.packed import PACKED_PARTS, install_packed, quantization_config, stored_as
 from twofold.models.speculators import BORROWED, from_speculators, is_speculators

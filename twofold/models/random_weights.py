@@ -9,7 +9,8 @@ from torch import nn
 from twofold.models import checkpoint, draft_quantization
 from twofold.models.causal_lm import CausalLM
 from twofold.models.config import ModelConfig
-from twofold.models.drafter import Drafter, DrafterConfig
+from twofold.models.drafter import Drafter
+from twofold.models.drafter_config import DrafterConfig
 from twofold.ops.kernels import Kernels
 from twofold.quant.linear import PackedLinear, replace_linears
 from twofold.quant.scheme import QuantScheme

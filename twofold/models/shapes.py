@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from twofold.models.config import FULL, LINEAR, ModelConfig
-from twofold.models.drafter import DraftShape
+from twofold.models.drafter_config import DraftShape
 from twofold.quant.scheme import QuantScheme
 
 QWEN3_5_4B = ModelConfig(

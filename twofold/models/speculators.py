@@ -7,7 +7,7 @@ It counts layers from 1, so that id i + 1 is the output of layer i; keeps what a
 from collections.abc import Mapping
 from typing import Any
 
-from twofold.models.drafter import DrafterConfig
+from twofold.models.drafter_config import DrafterConfig
 
 BORROWED = ("embed_tokens.weight", "lm_head.weight")
 

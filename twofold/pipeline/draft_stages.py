@@ -12,8 +12,9 @@ from twofold.models import draft_quantization
 from twofold.models.causal_lm import CausalLM
 from twofold.models.draft_head import count_tokens, make_draft_head
 from twofold.models.draft_quantization import DraftQuantizeConfig
-from twofold.models.drafter import Drafter, DrafterConfig, DraftShape
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
+from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.stage import StageContext

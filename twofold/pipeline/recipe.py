@@ -20,7 +20,7 @@ from twofold.evaluation.acceptance import EvaluateConfig
 from twofold.evaluation.latency import BenchConfig
 from twofold.models.calibration import QuantizeConfig
 from twofold.models.draft_quantization import DraftQuantizeConfig
-from twofold.models.drafter import DraftShape
+from twofold.models.drafter_config import DraftShape
 from twofold.training.distill import DistillConfig
 from twofold.training.draft import DraftConfig
 
