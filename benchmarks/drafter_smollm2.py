@@ -8,7 +8,7 @@ the model itself; those whose prompt's SHA-256 is 0 modulo 50 are left out. FILE
 `prompt`, `question` or `turns`, and optionally `category`: what is measured on, never trained on.
 
 WORK keeps the INT4 target, its greedy answers, every trained drafter and every row, so that the rows can be made in
-several calls, also at the same time once one has made the target and its answers: a call makes the rows of `--only`
+several calls, also at the same time once "answers" is there: a call makes the rows of `--only`
 (all by default) that WORK does not have and that fit into `--seconds`, rewriting RESULT after each. `--only` takes
 beginnings of names; `--list` prints them.
 
@@ -475,8 +475,13 @@ def latency_row(bench: Bench, name: str) -> None:
     print(name, {variant: round(latency["ms_per_token"], 2) for variant, latency in found.items()}, flush=True)
 
 
+def answers_row(bench: Bench, name: str) -> None:
+    tokens = {kind: sum(len(c.answer_ids) for c in bench.answers(kind)) for kind in ("short", "long")}
+    bench.rows.keep({"name": name, "tokens": tokens})
+
+
 def all_rows(first: float, group_size: int) -> dict[str, Callable[[Bench], None]]:
-    rows: dict[str, Callable[[Bench], None]] = {}
+    rows: dict[str, Callable[[Bench], None]] = {"answers": lambda bench: answers_row(bench, "answers")}
     for name, training in trainings(first, group_size).items():
         rows[name] = lambda bench, n=name, t=training: trained_row(bench, n, t)
     for method in QUANTIZED:
