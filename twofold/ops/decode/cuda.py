@@ -76,8 +76,9 @@ def compile_kernels(source: Path, options: Sequence[str], names: Sequence[str], 
     """The named functions of `source` on a device; some tenths of a second, so callers keep them."""
     driver = _bindings().driver
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes PyTorch's context the current one
-        torch.empty(1, device="cuda")
+        torch.cuda.init()
+        context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+        _checked(driver.cuCtxSetCurrent(context))  # PyTorch's, in a thread that made no CUDA call yet too
         major, minor = torch.cuda.get_device_capability(device)
         module = _checked(driver.cuModuleLoadData(compile_to_cubin(source, options, f"sm_{major}{minor}")))
         return {name: Kernel(_checked(driver.cuModuleGetFunction(module, name.encode())), device) for name in names}
