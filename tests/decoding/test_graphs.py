@@ -21,7 +21,7 @@ from tests.decoding import oracle
 from tests.decoding.test_step import BLOCK, SAMPLINGS, ids, prompt, tiny
 from tests.models.tiny import HYBRID, PLAIN
 from twofold.decoding.graphs import CapturedCycle
-from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill
+from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill, prefill_filled
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.models.markov_head import MarkovHead
@@ -87,6 +87,23 @@ def test_it_is_decode_on_tiny_models(device: str, config: str, sampling: Samplin
             asked = prompt(5 + seed, seed)
             wanted = decode(target, chosen, asked, 30, replace(sampling, seed=seed))
             assert ids(list(captured.decode(asked, 30, seed))) == ids(list(wanted))
+
+
+@each_device
+def test_a_filled_up_prefill_leaves_what_the_prompt_alone_does(device: str) -> None:
+    """Prompts of one size follow each other, a shorter one a longer one: the second is captured, the rest replayed."""
+    target, drafter = pair(device)
+    plain = target.kernels
+    wanted = [ids(list(decode(target, drafter, prompt(n, n), 20, Sampling()))) for n in (16, 3, 9, 20, 40, 41)]
+    target.kernels = replace(plain, prefill_sizes=(16, 40))
+    try:
+        captured = CapturedCycle(target, drafter, 64, Sampling())
+        for _ in range(2):
+            got = [ids(list(captured.decode(prompt(n, n), 20, 0))) for n in (16, 3, 9, 20, 40, 41)]
+            assert got == wanted
+    finally:
+        target.kernels = plain
+    assert sorted(captured._prefills) == [16, 40]
 
 
 @each_device
@@ -156,6 +173,9 @@ def test_a_cycle_runs_without_any_data(config: object, kind: str, sampling: Samp
     for _ in range(2):
         rows.know(60, exact=False)
         decode_cycle(target, chosen, rows, sampling, 1 if chosen is None else BLOCK, scores=False)
+    rows.know(0, exact=True)
+    counts_B = torch.empty(2, dtype=torch.long, device="meta")
+    prefill_filled(target, chosen, rows, counts_B[:, None].expand(-1, 24), counts_B, sampling)
     assert rows.emitted_BN.is_meta
     with pytest.raises((RuntimeError, NotImplementedError)):  # the check can fail
         rows.emitted_BN.tolist()

@@ -15,7 +15,7 @@ from tests.decoding import oracle
 from tests.models.test_drafter import SHAPE
 from tests.models.tiny import HYBRID, PLAIN, build, perturb, tokens
 from twofold.decoding import step
-from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill
+from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill, prefill_filled
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter, DraftState
 from twofold.models.drafter_config import DrafterConfig
@@ -232,6 +232,33 @@ def test_a_long_prompt_goes_in_chunks() -> None:
     assert parts.draft_state is not None
     assert whole.draft_state is not None
     assert_equal_contexts(parts.draft_state, whole.draft_state)
+
+
+@pytest.mark.parametrize("config", [HYBRID, PLAIN], ids=["hybrid", "plain"])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40])
+def test_what_fills_up_a_prompt_was_never_there(config: object, length: int) -> None:
+    target, drafter = tiny(config)
+    whole, first = prefilled(target, drafter, prompt(length), 60)
+    target.kernels = replace(target.kernels, prefill_sizes=(16, 64))
+    rows, other = prefilled(target, drafter, prompt(length), 60)
+    assert torch.equal(whole.anchors_B, rows.anchors_B)
+    torch.testing.assert_close(first, other, rtol=1e-4, atol=1e-4)
+    assert_equal_states(rows.state, whole.state)
+    assert rows.draft_state is not None
+    assert whole.draft_state is not None
+    assert_equal_contexts(rows.draft_state, whole.draft_state)
+    for lengths in (rows.state, rows.draft_state):
+        assert (lengths.bound, lengths.exact) == (length, True)
+
+
+def test_filled_rows_have_prompts_of_their_own_lengths() -> None:
+    target, drafter = tiny()
+    rows = new_rows(target, drafter, 3, 60)
+    counts = [3, 16, 9]
+    filled = torch.tensor([prompt(16, seed) for seed in range(3)])
+    prefill_filled(target, drafter, rows, filled, torch.tensor(counts), Sampling())
+    assert rows.state.lengths_B.tolist() == counts
+    assert rows.anchors_B.tolist() == [oracle.plain(target, prompt(16, i)[:n], 1)[0] for i, n in enumerate(counts)]
 
 
 def test_guesses_at_a_temperature_share_the_targets_noise() -> None:

@@ -1,23 +1,50 @@
-"""A decode cycle captured as one CUDA graph, and read a cycle late.
+"""A decode cycle captured as one CUDA graph, and read a cycle late; a short prompt's prefill captured as another.
 
 Replaying costs the host one call, so the device never waits for it: while cycle i + 1 runs, the host reads what cycle
 i gained. A stop that it finds there comes too late for cycle i + 1, whose tokens are dropped. On a device without
 graphs the same buffers go through the same function, call by call.
+
+A prefill of up to some hundred tokens takes the host longer to launch than the device to run. Prompts are filled up to
+one of a few sizes (`Kernels.prefill_sizes`), each captured when it is met for the second time: the first time its
+kernels are compiled. What a graph holds is what its pass needs at once, for all graphs of a `CapturedCycle` together
+that of the largest, and prompts beyond the sizes are launched call by call.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from twofold.decoding.step import Accept, Cycle, Rows, agreed, decode_cycle, new_rows, prefill, until
+from twofold.decoding.step import (
+    Accept,
+    Cycle,
+    Rows,
+    agreed,
+    decode_cycle,
+    filled_size,
+    new_rows,
+    prefill,
+    prefill_filled,
+    until,
+)
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
 
 WARM_UPS = 3  # kernels are compiled, tuned and given their workspaces before the capture
 IN_FLIGHT = 2  # cycles whose results the host has not read
+
+
+@dataclass
+class _FilledPrefill:
+    """The inputs of a prefill of one size, in place, and the graph once it is captured."""
+
+    prompts_BT: Tensor
+    counts_B: Tensor
+    graph: torch.cuda.CUDAGraph | None = None
+    warm: bool = False
 
 
 class CapturedCycle:
@@ -51,6 +78,8 @@ class CapturedCycle:
         self._events = [torch.cuda.Event() for _ in self._ring] if self._cuda else []
         self._launched = 0
         self._unread: deque[int] = deque()
+        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None  # the graphs never run at the same time
+        self._prefills: dict[int, _FilledPrefill] = {}
         self._graph = self._capture() if self._cuda else None
 
     def _run(self) -> None:
@@ -67,9 +96,32 @@ class CapturedCycle:
                 self._run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on with their work
+        # other threads may go on with their work
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._run()
         return graph
+
+    def _prefill(self, prompts_BT: Tensor, size: int) -> None:
+        """Of prompts filled up to `size`, over empty rows."""
+        batch, length = prompts_BT.shape
+        if size not in self._prefills:
+            prompts = torch.zeros(batch, size, dtype=torch.long, device=self.target.device)
+            self._prefills[size] = _FilledPrefill(prompts, torch.zeros_like(prompts[:, 0]))
+        held = self._prefills[size]
+        held.prompts_BT[:, :length].copy_(prompts_BT)
+        held.counts_B.fill_(length)
+        inputs = self.target, self.drafter, self.rows, held.prompts_BT, held.counts_B, self.sampling
+        if held.graph is None and held.warm and self._cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                prefill_filled(*inputs)
+            held.graph = graph
+        if held.graph is None:
+            prefill_filled(*inputs)
+            held.warm = True
+        else:
+            held.graph.replay()
+        self.rows.know(length, exact=True)
 
     def start(self, prompts_BT: Tensor, seed: int) -> Tensor:
         """Empties the rows, runs the prompts and returns the first tokens [B], on the device."""
@@ -79,7 +131,11 @@ class CapturedCycle:
             )
         self._unread.clear()
         self.rows.reset(seed)
-        prefill(self.target, self.drafter, self.rows, prompts_BT, self.sampling)
+        size = filled_size(self.target, prompts_BT.shape[1])
+        if size is None:
+            prefill(self.target, self.drafter, self.rows, prompts_BT, self.sampling)
+        else:
+            self._prefill(prompts_BT, size)
         return self.rows.anchors_B
 
     def launch(self) -> None:

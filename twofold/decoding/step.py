@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twofold.models.causal_lm import CausalLM
@@ -44,7 +45,8 @@ class Rows:
 
 
 def new_rows(target: CausalLM, drafter: Drafter | None, batch_size: int, max_length: int, seed: int = 0) -> Rows:
-    """Empty sequences. `max_length` covers prompt, answer and one block."""
+    """Empty sequences. `max_length` covers prompt, answer and one block; a filled-up prompt has room anyway."""
+    max_length = max(max_length, *target.kernels.prefill_sizes, 0)
     block = 1 if drafter is None else drafter.config.block_size
     return Rows(
         state=target.new_state(batch_size, max_length),
@@ -65,18 +67,55 @@ class Cycle(NamedTuple):
 
 @torch.inference_mode()
 def prefill(target: CausalLM, drafter: Drafter | None, rows: Rows, prompts_BT: Tensor, sampling: Sampling) -> Tensor:
-    """Runs the prompts, all of one length, in chunks, and chooses the first token of each; its scores [B, 1, V]."""
-    state = rows.state
-    taps_wanted = () if drafter is None else drafter.config.target_layer_ids
+    """Runs the prompts, all of one length, into empty rows and chooses the first token of each; its scores [B, 1, V].
+
+    A short prompt is filled up to the next of the kernels' `prefill_sizes`, a long one goes in chunks.
+    """
+    batch, length = prompts_BT.shape
+    size = filled_size(target, length)
+    if size is not None:
+        counts_B = torch.full((batch,), length, device=target.device)
+        filled_BT = F.pad(prompts_BT, (0, size - length))
+        logits = prefill_filled(target, drafter, rows, filled_BT, counts_B, sampling)
+        rows.know(length, exact=True)
+        return logits
     hidden = None
     for chunk in prompts_BT.split(target.kernels.prefill_chunk, dim=1):
-        hidden, taps = target(chunk, state=state, taps=taps_wanted)
-        state.commit(chunk.shape[1])
-        if drafter is not None and rows.draft_state is not None:
-            drafter.extend(rows.draft_state, taps, chunk.shape[1])
+        hidden = _take_in(target, drafter, rows, chunk, chunk.shape[1])
     assert hidden is not None
-    logits = target.logits(hidden[:, -1:])
-    rows.anchors_B.copy_(choose(logits, state.lengths_B[:, None], sampling, rows.seeds_B)[:, 0])
+    return _first(target, rows, hidden[:, -1:], sampling)
+
+
+def filled_size(target: CausalLM, length: int) -> int | None:
+    """To how many tokens a prompt of this length is filled up; None: it goes as it is."""
+    return next((size for size in target.kernels.prefill_sizes if length <= size), None)
+
+
+@torch.inference_mode()
+def prefill_filled(
+    target: CausalLM, drafter: Drafter | None, rows: Rows, filled_BT: Tensor, counts_B: Tensor, sampling: Sampling
+) -> Tensor:
+    """`prefill` of prompts that are the first `counts_B` tokens of their rows: what follows is neither seen by them nor
+    committed. The host need not know how many they are, so it can be captured and replayed."""
+    hidden = _take_in(target, drafter, rows, filled_BT, counts_B)
+    last_B11 = (counts_B - 1)[:, None, None]
+    return _first(target, rows, hidden.gather(1, last_B11.expand(-1, 1, hidden.shape[-1])), sampling)
+
+
+def _take_in(target: CausalLM, drafter: Drafter | None, rows: Rows, tokens_BT: Tensor, n: int | Tensor) -> Tensor:
+    """Runs the tokens and commits the first n of them, of which the context feature is given to the drafter."""
+    taps_wanted = () if drafter is None else drafter.config.target_layer_ids
+    hidden, taps = target(tokens_BT, state=rows.state, taps=taps_wanted, keep=n)
+    rows.state.commit(n)
+    if drafter is not None and rows.draft_state is not None:
+        drafter.extend(rows.draft_state, taps, n)
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def _first(target: CausalLM, rows: Rows, hidden_B1D: Tensor, sampling: Sampling) -> Tensor:
+    logits = target.logits(hidden_B1D)
+    rows.anchors_B.copy_(choose(logits, rows.state.lengths_B[:, None], sampling, rows.seeds_B)[:, 0])
     return logits
 
 

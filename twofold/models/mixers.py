@@ -108,8 +108,9 @@ class GatedDeltaNet(nn.Module):
                 place.documents,
             )
         else:
+            assert place.cache is not None
             o, state.window = self.kernels.delta_pass(
-                qkv_BTC, a, b, weight_CW, self.A_log, self.dt_bias, state.conv_BWC, state.state_BHKV
+                qkv_BTC, a, b, weight_CW, self.A_log, self.dt_bias, state.conv_BWC, state.state_BHKV, place.cache.keep
             )
         z = z.unflatten(-1, (self.num_value_heads, -1))
         normed = self.kernels.gated_rms_norm(o, z, self.norm.weight, self.eps)

@@ -8,7 +8,7 @@ Every tensor stays where it is: a commit writes in place, n may stay on the devi
 pass and its commit can be captured and replayed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,20 +76,24 @@ class DecodeState(Lengths):
     state_LBHKV: Tensor | None = None
     kernels: Kernels = field(default_factory=Kernels.reference)
     window: int = 0  # positions of the open window
+    keep: int | Tensor | None = None  # of them, where that is known already
 
-    def open(self, num_tokens: int) -> CachePlace:
-        """Opens a window of T positions, discarding one that was not committed."""
+    def open(self, num_tokens: int, keep: int | Tensor | None = None) -> CachePlace:
+        """Opens a window of T positions, discarding one that was not committed. With `keep` only a commit of that many
+        can follow, which a long pass needs not hold its factors for."""
         if self.bound + num_tokens > self.max_length:
             raise ValueError(
                 f"{self.bound} + {num_tokens} positions exceed the context of {self.max_length}; "
                 "use a shorter prompt or a larger context"
             )
-        self.window = num_tokens
-        return self.ahead(num_tokens)
+        self.window, self.keep = num_tokens, keep
+        return replace(self.ahead(num_tokens), keep=keep)
 
     def commit(self, n: int | Tensor) -> None:
         """Makes the first n positions of the window permanent; 0 <= n <= T, one number or [B] on the device."""
         assert not isinstance(n, int) or 0 <= n <= self.window, f"commit({n}) of a window of {self.window}"
+        planned = self.keep is None or n is self.keep or (isinstance(n, int) and n == self.keep)
+        assert planned, f"commit({n}), but another was planned"
         delta = [layer for layer in self.layers if isinstance(layer, DeltaState)]
         if self.conv_LBWC is not None and self.state_LBHKV is not None:
             assert all(layer.window is not None for layer in delta)
@@ -97,7 +101,7 @@ class DecodeState(Lengths):
         for layer in delta:
             layer.window = None
         self.advance(n, at_most=self.window)
-        self.window = 0
+        self.window, self.keep = 0, None
 
     def select(self, rows: Tensor) -> None:
         """Keeps the given rows (in that order), in new tensors: finished sequences leave a batch."""

@@ -31,6 +31,7 @@ class CachePlace:
     rotary: tuple[Tensor, Tensor]  # cos and sin of every position, [S, R]
     causal: bool = True
     window: int | None = None
+    keep: int | Tensor | None = None  # how many tokens will be committed, one number or [B], where that is known before
 
     @cached_property
     def positions_BT(self) -> Tensor:  # noqa: N802

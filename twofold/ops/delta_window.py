@@ -38,11 +38,14 @@ def delta_pass(
     dt_bias_H: Tensor,
     conv_BWC: Tensor,
     state_BHKV: Tensor,
+    keep: Tensor | int | None = None,
     convolve: Callable[[Tensor, Tensor], Tensor] = causal_convolution,
 ) -> tuple[Tensor, OpenWindow]:
     """The delta rule of `ops.gated_delta` over silu(conv([conv; qkv])), from the state. Changes neither state.
 
-    `conv_BWC` holds the W - 1 inputs before the pass. Returns (o [B, T, H, V], window).
+    `conv_BWC` holds the W - 1 inputs before the pass. `keep` is the n of the commit to come, where that is known: o may
+    then be anything past it, and the window serves no other commit (this one, the reference, serves them all). Returns
+    (o [B, T, H, V], window).
     """
     _, heads, width, value_width = state_BHKV.shape
     value_dim = heads * value_width

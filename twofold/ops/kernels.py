@@ -27,6 +27,7 @@ class Kernels:
 
     name: str
     prefill_chunk: int = 512  # tokens of a prompt that are run together
+    prefill_sizes: tuple[int, ...] = ()  # to which shorter prompts are filled up, so that their passes can be replayed
     # a pass with a decode state
     store_keys: Callable[..., Any]
     cache_attention: Callable[..., Tensor]
@@ -79,6 +80,7 @@ class Kernels:
             Kernels.reference(),
             name="cuda",
             prefill_chunk=8192,  # the large products are worth it, and dense weights are made once a chunk
+            prefill_sizes=(64, 128, 256, 512),  # beyond, the host keeps ahead of the device
             store_keys=partial(served.store_keys, overlap=overlap),
             cache_attention=partial(served.cache_attention, overlap=overlap),
             delta_pass=partial(served.delta_pass, overlap=overlap),

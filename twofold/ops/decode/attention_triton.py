@@ -178,7 +178,7 @@ def _turned(x_ptr, norm_ptr, cos_ptr, sin_ptr, position, eps, D: tl.constexpr, R
 @triton.jit
 def _store_kernel(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, new_q_ptr, keys_ptr,
                   values_ptr, q_b, q_t, q_h, k_b, k_t, k_g, v_b, v_t, v_g, keys_b, keys_s, keys_g, values_b, values_s,
-                  values_g, eps, T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                  values_g, eps, T, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                   OVERLAP: tl.constexpr):  # fmt: skip
     in_turn(OVERLAP)
     b, t, head = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)

@@ -218,6 +218,13 @@ def _flash(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, place: CachePlace, ga
     return o if gate_BTHD is None else o * gate_BTHD.sigmoid()
 
 
+class Planned(NamedTuple):
+    """What a pass leaves behind whose commit was known before: the states after it."""
+
+    conv_BWC: Tensor
+    state_BHKV: Tensor
+
+
 class FewTokens(NamedTuple):
     """What a pass of few tokens leaves behind."""
 
@@ -234,12 +241,22 @@ def delta_pass(
     dt_bias_H: Tensor,
     conv_BWC: Tensor,
     state_BHKV: Tensor,
+    keep: int | Tensor | None = None,
     *,
     overlap: bool = False,
-) -> tuple[Tensor, FewTokens | delta_window.OpenWindow]:
-    widths = state_BHKV.shape[2:]
+) -> tuple[Tensor, FewTokens | Planned | delta_window.OpenWindow]:
+    widths, (batch, num_tokens, _) = state_BHKV.shape[2:], qkv_BTC.shape
     served = state_BHKV.dtype == torch.float32 and all(width in WIDTHS for width in widths)
-    if qkv_BTC.shape[1] > WINDOW or not served:
+    if served and num_tokens > WINDOW and keep is not None:
+        from twofold.ops import delta_chunks_triton
+
+        if isinstance(keep, int):
+            keep = None if keep == num_tokens else torch.full((batch,), keep, device=qkv_BTC.device)
+        o_BTHV, *after = delta_chunks_triton.delta_chunks(
+            qkv_BTC, a_BTH, b_BTH, weight_CW, A_log_H, dt_bias_H, conv_BWC, state_BHKV, keep
+        )
+        return o_BTHV, Planned(*after)
+    if num_tokens > WINDOW or not served:
         return delta_window.delta_pass(
             qkv_BTC, a_BTH, b_BTH, weight_CW, A_log_H, dt_bias_H, conv_BWC, state_BHKV, convolve=_convolve
         )
@@ -260,14 +277,20 @@ def _convolve(x_BSC: Tensor, weight_CW: Tensor) -> Tensor:
 
 
 def delta_commit(
-    windows: Sequence[FewTokens | delta_window.OpenWindow],
+    windows: Sequence[FewTokens | Planned | delta_window.OpenWindow],
     n_B: Tensor | int,
     conv_LBWC: Tensor,
     state_LBHKV: Tensor,
     *,
     overlap: bool = False,
 ) -> None:
-    """Of a pass of few tokens, all layers at once."""
+    """Of a pass of few tokens, and of a planned one, all layers at once."""
+    planned = [window for window in windows if isinstance(window, Planned)]
+    if planned:
+        assert len(planned) == len(windows)
+        torch._foreach_copy_(list(conv_LBWC), [window.conv_BWC for window in planned])
+        torch._foreach_copy_(list(state_LBHKV), [window.state_BHKV for window in planned])
+        return
     few = [window for window in windows if isinstance(window, FewTokens)]
     if len(few) < len(windows):
         delta_window.delta_commit(
