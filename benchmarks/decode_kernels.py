@@ -222,6 +222,12 @@ def deltas(tokens: int) -> dict[str, Any]:
             "error": relative(o, expected),
         },
         "delta window, then norm": {"us": microseconds([partial(apart, s) for s in states]), "floor": floor},
+        "delta window": {  # by columns of a program and warps
+            f"{columns} x {warps}": microseconds(
+                [partial(delta_triton.delta_window, *inputs, s, division=(columns, warps)) for s in states]
+            )
+            for columns, warps in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8))
+        },
         "commit of a layer": {
             "us": microseconds([partial(delta_triton.commit_delta_, s, factors, n) for s in states]),
             "floor": 2 * floor,
@@ -267,6 +273,8 @@ def attentions(tokens: int) -> dict[str, Any]:
         for splits in (16, 33, 66):
             calls = [partial(call, q, *cache, lengths, splits=splits) for cache in caches]
             results[name][f"splits {splits}"] = microseconds(calls)
+        calls = [partial(call, q, *cache, lengths, combine=8) for cache in caches]
+        results[name]["combined 8 by 8"] = microseconds(calls)
     fused = torch.randn(1, tokens, 10_240, device="cuda").bfloat16()
     q, k, v = fused.split((8192, 1024, 1024), dim=-1)
     q = q.unflatten(-1, (16, -1)).chunk(2, dim=-1)[0]

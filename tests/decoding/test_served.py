@@ -41,7 +41,7 @@ def with_dense_products() -> Kernels:
 
 @cache
 def pair(kind: str, dtype: torch.dtype, step: str = "+ SWA") -> tuple[CausalLM, Drafter | None]:
-    """The same weights with either kernels."""
+    """The same weights, numbers of bfloat16, with either kernels and in any dtype."""
     made = {"reference": Kernels.reference, "passes": with_dense_products, "all": Kernels.cuda}
     kernels = Kernels.cuda(overlap=True) if kind == "overlapping" else made[kind]()
     for name, target, drafter in variants(TINY, kernels, torch.device("cpu"), dtype):
@@ -49,9 +49,12 @@ def pair(kind: str, dtype: torch.dtype, step: str = "+ SWA") -> tuple[CausalLM, 
         for model in (target, drafter):
             for p in () if model is None else model.parameters():
                 if p.dim() >= 2:
-                    p.data.normal_(std=p.shape[-1] ** -0.5)
-            for words in () if model is None else (b for n, b in model.named_buffers() if n.endswith("weight_packed")):
-                words.copy_(torch.randint(-(2**31), 2**31, words.shape, dtype=words.dtype))
+                    p.data.copy_((torch.randn(p.shape) * p.shape[-1] ** -0.5).bfloat16())
+            for buffer_name, buffer in () if model is None else model.named_buffers():
+                if buffer_name.endswith("weight_packed"):
+                    buffer.copy_(torch.randint(-(2**31), 2**31, buffer.shape, dtype=buffer.dtype))
+                elif buffer_name.endswith("weight_scale"):
+                    buffer.copy_(buffer.bfloat16())
         if name == step:
             return target.to(DEVICE).freeze(), None if drafter is None else drafter.to(DEVICE).freeze()
     raise AssertionError(step)
@@ -137,14 +140,17 @@ def test_a_captured_cycle_is_the_eager_one(step: str, sampling: Sampling, kind: 
 
 @needs_gpu
 @pytest.mark.parametrize("step", ["BF16", "INT4 target", "+ INT4 head"])
-def test_packed_products_are_the_dense_ones(step: str) -> None:
-    """Hidden states of whole passes, by products with packed weights and with the matrices they stand for."""
-    ours, wanted = (pair(kind, torch.bfloat16, step)[0] for kind in ("all", "passes"))
-    for length in (1, 16, 100, 300):
-        asked = prompts(1, length)
+def test_packed_products_are_as_near_as_dense_ones(step: str) -> None:
+    """Hidden states of whole passes against float32: bfloat16 costs 3 to 15 % with these weights on any path, and
+    products with packed weights, which round less, no more of it than the matrices they stand for."""
+    ours, dense = (pair(kind, torch.bfloat16, step)[0] for kind in ("all", "passes"))
+    exact = pair("reference", torch.float32, step)[0]
+    for rows, length in ((32, 1), (4, 16), (1, 100), (1, 300)):
+        asked = prompts(rows, length)
         with torch.no_grad():
-            a, b = (model(asked, state=model.new_state(1, 400))[0].float() for model in (ours, wanted))
-        assert (a - b).norm() <= 0.03 * b.norm()
+            h, a, b = (model(asked, state=model.new_state(rows, 400))[0].float() for model in (exact, ours, dense))
+        assert (a - h).norm() <= 1.2 * (b - h).norm()
+        assert (b - h).norm() <= 0.3 * h.norm()
         assert (ours.top1(a.bfloat16()) == ours.logits(a.bfloat16()).argmax(dim=-1)).float().mean() > 0.97
 
 

@@ -13,10 +13,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 
 def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int) -> None:
-    """Loss and both gradients. The inputs are those of the half precision on both sides."""
+    """Loss and both gradients, of the same inputs on both sides.
+
+    In half precision they are such that every logit is exact too (a multiple of 1/4 below 16): total variation asks
+    which of two probabilities is the greater, and rounded logits of near-equal ones answer at random.
+    """
     torch.manual_seed(0)
-    student, teacher = (2 * torch.randn(37, 32).to(dtype) for _ in range(2))
-    head, teacher_head = (torch.randn(vocabulary, 32).to(dtype) / 4 for _ in range(2))
+    if dtype == torch.float32:
+        student, teacher = (2 * torch.randn(37, 32) for _ in range(2))
+        head, teacher_head = (torch.randn(vocabulary, 32) / 4 for _ in range(2))
+    else:
+        student, teacher = (torch.randint(-2, 3, (37, 32)).to(dtype) for _ in range(2))
+        head, teacher_head = (torch.randint(-1, 2, (vocabulary, 32)).to(dtype) / 4 for _ in range(2))
     found = []
     for device, wide in (("cuda", dtype), ("cpu", torch.float64)):
         s, h, t, g = (x.to(device, wide) for x in (student, head, teacher, teacher_head))
@@ -25,7 +33,7 @@ def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int) ->
         value = loss(s, h, t, g, weights)
         found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, leaves))])
     for a, b in zip(*found, strict=True):
-        assert float((a - b).norm() / b.norm()) < (1e-4 if dtype == torch.float32 else 0.02)
+        assert float((a - b).norm() / b.norm()) < (1e-4 if dtype == torch.float32 else 0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

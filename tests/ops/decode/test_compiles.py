@@ -64,7 +64,7 @@ def test_attention(heads: int, key_heads: int, width: int, tokens: int, capabili
     warps = 4 if block_m <= 32 else 8
     compile_triton(kernels._split_kernel, pointers, constants, capability, num_warps=warps, num_stages=stages)
     pointers = {"o_ptr": FLOAT, "log_ptr": FLOAT, "lengths_ptr": INT, "gate_ptr": BF16, "out_ptr": BF16}
-    compile_triton(kernels._combine_kernel, pointers, {**sizes, "SPLITS": 64, "STEP": 8}, capability, num_warps=4)
+    compile_triton(kernels._combine_kernel, pointers, {**sizes, "SPLITS": 64, "STEP": 32}, capability, num_warps=4)
     names = ("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "new_q_ptr", "keys_ptr", "values_ptr")
     pointers = dict.fromkeys(names, BF16) | {"cos_ptr": FLOAT, "sin_ptr": FLOAT, "lengths_ptr": INT}
     constants = {"T": tokens, "H": heads, "D": width, "R": width // 4}
@@ -89,6 +89,7 @@ def test_delta(gated: bool, capability: int) -> None:
     columns = 128 if gated else 32
     constants = {**sizes, "W": 4, "COLUMNS": columns, "READ": "tf32", **({} if gated else gate)}
     compile_triton(kernels._window_kernel, pointers, constants, capability, num_warps=8 if gated else 4)
+    compile_triton(kernels._token_kernel, pointers, {**constants, "T": 1}, capability, num_warps=8 if gated else 4)
     pointers = {**factors, "n_ptr": INT}
     compile_triton(kernels._commit_kernel, pointers, {**sizes, "COLUMNS": 64}, capability, num_warps=4)
     pointers, constants = {"conv_ptr": BF16, "x_ptr": BF16, "n_ptr": INT}, {"KEPT": 3, "BLOCK": 1024}

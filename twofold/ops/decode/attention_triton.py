@@ -86,6 +86,9 @@ def _combine_kernel(o_ptr, log_ptr, lengths_ptr, gate_ptr, out_ptr, gate_b, gate
     used = tl.cdiv(count, each)
     row = (b * T + t) * H + h
     split, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    gate = 1.0
+    if gate_ptr is not None:  # on its way while the rest is waited for
+        gate = tl.sigmoid(tl.load(gate_ptr + b * gate_b + t * gate_t + h * gate_h + d).to(tl.float32))
     logs = tl.load(log_ptr + row * splits + split, mask=split < used, other=float("-inf"))
     most = tl.max(logs, axis=0)
     total = tl.sum(tl.exp2(logs - most), axis=0)
@@ -95,9 +98,7 @@ def _combine_kernel(o_ptr, log_ptr, lengths_ptr, gate_ptr, out_ptr, gate_b, gate
         weight = tl.exp2(tl.load(log_ptr + row * splits + some, mask=some < used, other=float("-inf")) - most) / total
         at = (row * splits + some)[:, None] * D + d[None, :]
         o += tl.sum(tl.load(o_ptr + at, mask=(some < used)[:, None], other=0.0) * weight[:, None], axis=0)
-    if gate_ptr is not None:
-        o *= tl.sigmoid(tl.load(gate_ptr + b * gate_b + t * gate_t + h * gate_h + d).to(tl.float32))
-    tl.store(out_ptr + row * D + d, o.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row * D + d, (o * gate).to(out_ptr.dtype.element_ty))
 
 
 def decode_attention(
@@ -110,8 +111,10 @@ def decode_attention(
     window: int | None = None,
     gate_BTHD: Tensor | None = None,
     splits: int | None = None,
+    combine: int | None = None,
     overlap: bool = False,
 ) -> Tensor:
+    """`splits` and how many of them the second kernel reads at once are chosen where they are not given."""
     overlap = able(overlap, q_BTHD.device)
     batch, num_tokens, heads, width = q_BTHD.shape
     capacity, key_heads = k_BSGD.shape[1:3]
@@ -139,7 +142,8 @@ def decode_attention(
     gate_strides = (0, 0, 0) if gate_BTHD is None else gate_BTHD.stride()[:3]
     _combine_kernel[(heads, num_tokens, batch)](
         o, logs, lengths_B, gate_BTHD, out, *gate_strides, splits, num_tokens, heads, width, window or 0, block_n,
-        LEAST, triton.next_power_of_2(splits), 8, overlap, num_warps=4, **options(overlap),
+        LEAST, triton.next_power_of_2(splits), combine or min(32, triton.next_power_of_2(splits)), overlap, num_warps=4,
+        **options(overlap),
     )  # fmt: skip
     return out
 

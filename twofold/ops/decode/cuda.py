@@ -1,6 +1,7 @@
 """CUDA C++ compiled at run time by NVRTC and launched on PyTorch's current stream, also while it is captured."""
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,21 @@ class Kernel:
 
     def _allow(self, shared: int) -> None:
         if shared > max(self.shared, 48 * 1024):
+            most = most_shared(self.device)
+            if shared > most:
+                raise ValueError(f"a block would need {shared} bytes of shared memory, of {most}; divide the work less")
             driver = _bindings().driver
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self.function, attribute, shared))
             self.shared = shared
+
+
+@functools.cache
+def most_shared(device: int) -> int:
+    """Bytes of shared memory that a block can have at most."""
+    driver = _bindings().driver
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(device)))))
 
 
 def compile_kernels(source: Path, options: Sequence[str], names: Sequence[str], device: int) -> dict[str, Kernel]:

@@ -33,6 +33,60 @@ def _convolved(x_ptr, conv_ptr, weight_ptr, channel, t, x_t, conv_w, T: tl.const
 
 
 @triton.jit
+def _log_decay(a, dt_ptr, a_log_ptr, h):
+    a += tl.load(dt_ptr + h).to(tl.float32)
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return -tl.exp(tl.load(a_log_ptr + h).to(tl.float32)) * soft
+
+
+@triton.jit
+def _convolved_token(x_ptr, conv_ptr, weight_ptr, channel, conv_w, W: tl.constexpr):
+    z = tl.load(x_ptr + channel).to(tl.float32) * tl.load(weight_ptr + channel * W + W - 1).to(tl.float32)
+    for j in tl.static_range(W - 1):
+        old = tl.load(conv_ptr + j * conv_w + channel).to(tl.float32)
+        z += old * tl.load(weight_ptr + channel * W + j).to(tl.float32)
+    return z * tl.sigmoid(z)
+
+
+@triton.jit
+def _token_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, state_ptr, z_ptr, norm_ptr, o_ptr,
+                  k_ptr, u_ptr, decay_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t, z_h, eps,
+                  T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                  W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+                  READ: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """`_window_kernel` of one token: vectors, and no system to solve."""
+    in_turn(OVERLAP)
+    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i = h // (H // G)
+    of_k, of_v = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.load(state_ptr + b * state_b + h * K * V + of_k[:, None] * V + of_v[None, :])
+    a, beta = tl.load(a_ptr + b * a_b + h).to(tl.float32), tl.load(b_ptr + b * b_b + h).to(tl.float32)
+    g, beta = _log_decay(a, dt_ptr, a_log_ptr, h), tl.sigmoid(beta)
+
+    x_ptr += b * x_b
+    conv_ptr += b * conv_b
+    q = _convolved_token(x_ptr, conv_ptr, weight_ptr, i * K + of_k, conv_w, W)
+    k = _convolved_token(x_ptr, conv_ptr, weight_ptr, (G + i) * K + of_k, conv_w, W)
+    v = _convolved_token(x_ptr, conv_ptr, weight_ptr, 2 * G * K + h * V + of_v, conv_w, W)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * K**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    state *= tl.exp(g)
+    u = beta * (v - tl.sum(k[:, None] * state, axis=0))
+    o = tl.sum(q * k, axis=0) * u + tl.sum(q[:, None] * state, axis=0)
+
+    if z_ptr is not None:  # COLUMNS is V
+        z = tl.load(z_ptr + b * z_b + h * z_h + of_v).to(tl.float32)
+        o *= tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * tl.load(norm_ptr + of_v).to(tl.float32)
+        o *= z * tl.sigmoid(z)
+    tl.store(o_ptr + (b * H + h) * V + of_v, o.to(o_ptr.dtype.element_ty))
+    tl.store(u_ptr + (b * H + h) * V + of_v, u)
+    if part == 0:
+        tl.store(decay_ptr + b * H + h, g)
+        if h % (H // G) == 0:
+            tl.store(k_ptr + (b * G + i) * K + of_k, k)
+
+
+@triton.jit
 def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, state_ptr, z_ptr, norm_ptr, o_ptr,
                    k_ptr, u_ptr, decay_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t, z_h, eps,
                    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -44,6 +98,9 @@ def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr,
     t, j = tl.arange(0, TOKENS), tl.arange(0, TOKENS)
     of_k, of_v = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.load(state_ptr + b * state_b + h * K * V + of_k[:, None] * V + of_v[None, :])
+    a = tl.load(a_ptr + b * a_b + t * a_t + h, mask=t < T, other=0.0).to(tl.float32)
+    beta = tl.load(b_ptr + b * b_b + t * b_t + h, mask=t < T, other=0.0).to(tl.float32)
+    g = _log_decay(a, dt_ptr, a_log_ptr, h)
 
     x_ptr += b * x_b
     conv_ptr += b * conv_b
@@ -53,11 +110,7 @@ def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr,
     q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * K**-0.5)[:, None]
     k *= tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
 
-    a = tl.load(a_ptr + b * a_b + t * a_t + h, mask=t < T, other=0.0).to(tl.float32)
-    a += tl.load(dt_ptr + h).to(tl.float32)
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    g = tl.where(t < T, -tl.exp(tl.load(a_log_ptr + h).to(tl.float32)) * soft, 0.0)
-    beta = tl.load(b_ptr + b * b_b + t * b_t + h, mask=t < T, other=0.0).to(tl.float32)
+    g = tl.where(t < T, g, 0.0)
     beta = tl.where(t < T, tl.sigmoid(beta), 0.0)
     decay = tl.cumsum(g, axis=0)
     pair = tl.exp(tl.where(j[None, :] <= t[:, None], decay[:, None] - decay[None, :], float("-inf")))
@@ -106,8 +159,10 @@ def delta_window(
     eps: float = 0.0,
     factors: WindowFactors | None = None,
     overlap: bool = False,
+    division: tuple[int, int] | None = None,
 ) -> tuple[Tensor, WindowFactors]:
-    """T <= 16; `factors` (of one layer, contiguous) are written where they are given."""
+    """T <= 16; `factors` (of one layer, contiguous) are written where they are given. `division`: columns of a program
+    (all of them with z) and its warps."""
     overlap = able(overlap, x_BTC.device)
     batch, num_tokens, channels = x_BTC.shape
     heads, width, value_width = state_BHKV.shape[1:]
@@ -129,14 +184,17 @@ def delta_window(
         )
     assert all(x.is_contiguous() for x in factors)
     # the norm needs all columns of a head; without it more programs read the state
-    columns = value_width if z_BTHV is not None else min(32, value_width)
+    columns, warps = division or ((value_width, 8) if z_BTHV is not None else (32, 4))
+    columns = min(columns, value_width)
+    assert z_BTHV is None or columns == value_width
+    kernel = _token_kernel if num_tokens == 1 else _window_kernel
     strides = (*x_BTC.stride()[:2], *conv_BWC.stride()[:2], *a_BTH.stride()[:2], *b_BTH.stride()[:2])
     z_strides = (0, 0, 0) if z_BTHV is None else z_BTHV.stride()[:3]
-    _window_kernel[(value_width // columns, heads, batch)](
+    kernel[(value_width // columns, heads, batch)](
         x_BTC, conv_BWC, weight_CW, a_BTH, b_BTH, A_log_H, dt_bias_H, state_BHKV, z_BTHV, norm_V, o, *factors, *strides,
         state_BHKV.stride(0), *z_strides, eps, num_tokens, heads, key_heads, width, value_width, weight_CW.shape[1],
         columns, TOKENS, "tf32x3" if x_BTC.dtype == torch.float32 else "tf32", overlap,
-        num_warps=8 if columns >= 128 else 4, **options(overlap),
+        num_warps=warps, **options(overlap),
     )  # fmt: skip
     return o, factors
 
