@@ -262,7 +262,9 @@ class Bench:
             loss, positions = DraftLoss(**best["loss"]), best["positions"]
         steps = max(1, round(training.share * self.args.steps))
         return DraftConfig(
-            optimizer=OptimizerConfig(steps=steps, learning_rate=self.args.learning_rate, checkpoint_every=10**9),
+            optimizer=OptimizerConfig(
+                steps=steps, learning_rate=self.args.learning_rate, method=self.args.method, checkpoint_every=10**9
+            ),
             loss=loss,
             positions=positions,  # type: ignore[arg-type]
             gamma=self.args.gamma,
@@ -499,8 +501,9 @@ def all_rows(first: float, group_size: int) -> dict[str, Callable[[Bench], None]
 
 
 SETTINGS = (
-    "steps", "first_share", "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma", "layers",
-    "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens", "per_file", "precision",
+    "steps", "first_share", "method", "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma",
+    "layers", "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens", "per_file",
+    "precision",
 )  # fmt: skip
 
 
@@ -517,7 +520,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=60_000, help="conversations")
     parser.add_argument("--steps", type=int, default=800, help="of every direct training, and of both stages together")
     parser.add_argument("--first-share", type=float, default=0.5, help="of the steps, for stage 1")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--method", choices=("adamw", "muon"), default="muon")
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--batch-rows", type=int, default=16)
     parser.add_argument("--row-length", type=int, default=1024)
     parser.add_argument("--anchors", type=int, default=128)

@@ -27,8 +27,8 @@ from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.training.blocks import make_blocks, sample_anchors, teacher_forced_acceptance
 from twofold.training.draft import DraftConfig, draft_loss
-from twofold.training.loop import OptimizerConfig
 from twofold.training.losses import DraftLoss
+from twofold.training.optimizer import OptimizerConfig, new_optimizer, set_rate
 
 ASSETS = Path(__file__).parents[2] / "twofold" / "assets" / "pocket"
 SHAPE = DraftShape(
@@ -41,35 +41,6 @@ SHAPE = DraftShape(
     mask_token_id=3,
     target_layer_ids=(1, 4, 7),
 )
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon (K. Jordan et al., 2024) in float32: PyTorch's own orthogonalizes in bf16, which a CPU does slowly.
-
-    W <- W - lr 0.2 sqrt(max(N, K)) ortho(g + 0.95 m),  m <- 0.95 m + g,  with the quintic Newton-Schulz iteration.
-    """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.mul_(0.95).add_(p.grad)
-                update = orthogonalized(p.grad + 0.95 * momentum)
-                p.sub_(update, alpha=group["lr"] * 0.2 * max(p.shape) ** 0.5)
-
-
-def orthogonalized(x: torch.Tensor) -> torch.Tensor:
-    tall = len(x) > x.shape[1]
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if tall else x
 
 
 def make_answers(args: argparse.Namespace) -> None:
@@ -100,35 +71,27 @@ def train(args: argparse.Namespace) -> None:
     target = load_target(ASSETS, kernels=kernels).to(args.device).freeze()
     drafter = Drafter.initialized(DrafterConfig.for_target(target.config, SHAPE), args.seed, kernels).to(args.device)
     config = DraftConfig(
-        optimizer=OptimizerConfig(steps=1, learning_rate=args.learning_rate),
+        optimizer=OptimizerConfig(steps=1, learning_rate=args.learning_rate, method="muon"),
         loss=DraftLoss(soft=1.0),
         anchors=args.anchors,
         gamma=3.0,
     )
-    matrices = [p for p in drafter.parameters() if p.dim() == 2]
-    vectors = [p for p in drafter.parameters() if p.dim() < 2]
-    optimizers = [
-        Muon(matrices, lr=args.learning_rate),
-        torch.optim.AdamW(vectors, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizer = new_optimizer(dict(drafter.named_parameters()), config.optimizer, {})
     rows, heldout = read_rows(args.out, "train"), read_rows(args.out, "heldout").to(target.device)
     head = dense_weight(target.lm_head, torch.float32)
     features = feature_source(target, rows, SHAPE.target_layer_ids, True, 64)
     print(f"{len(rows)} rows, {int(rows.answer_NT.sum())} answer tokens", flush=True)
     began, reported, step, average = time.monotonic(), 0.0, 0, float("nan")
     while (progress := (time.monotonic() - began) / args.seconds) < 1:
-        for chosen in optimizers:
-            for group in chosen.param_groups:
-                group["lr"] = args.learning_rate * min((step + 1) / 20, 1.0, (1 - progress) / 0.7)
+        set_rate(optimizer, args.learning_rate * min((step + 1) / 20, 1.0, (1 - progress) / 0.7))
         numbers = rows.batch(args.rows, step, args.seed)
         batch = rows.select(numbers).to(target.device)
         blocks = make_blocks(batch, sample_anchors(batch, args.anchors, step), SHAPE.block_size, SHAPE.mask_token_id)
         loss = draft_loss(drafter, target, batch, blocks, features(numbers), config, head)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        for chosen in optimizers:
-            chosen.step()
-            chosen.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         step += 1
         average = loss.item() if step == 1 else 0.95 * average + 0.05 * loss.item()
         if time.monotonic() - reported > 60:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from twofold.ops.draft_attention import DraftMask, draft_attention, flex_draft_attention
 from twofold.ops.kernels import Kernels
@@ -38,24 +40,46 @@ def test_by_brute_force(window: int | None) -> None:
     assert torch.equal(made.dense, wanted)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_the_sparse_mask_is_the_same(window: int | None) -> None:
-    """Tile by tile: a tile is visited if anything in it is seen, and the law inside it is the mask."""
-    made = mask(window, 16)
-    tiles = made.sparse.to_dense()[:, 0].bool()
-    dense = torch.nn.functional.pad(made.dense, (0, -made.shape[2] % 128, 0, -made.shape[1] % 128))
-    seen = dense.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).any(dim=4).any(dim=2)
-    assert torch.equal(tiles, seen)
-    rows, queries, keys = (torch.arange(n) for n in made.shape)
-    found = made.sparse.mask_mod(rows[:, None, None], torch.tensor(0), queries[None, :, None], keys[None, None])
-    assert torch.equal(found, made.dense)
+def long(window: int | None, block: int) -> DraftMask:
+    """Rows of 600 tokens, whose tiles are also seen whole."""
+    documents = torch.stack([torch.tensor([0] * 40 + [1] * 500 + [2] * 60), torch.tensor([5] * 600)])
+    anchors = torch.arange(0, 2 * 40).view(2, 40) * 3 + torch.tensor([[420], [350]])
+    return DraftMask(documents, anchors, block, window)
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("block", [16, 10, 7])
+@pytest.mark.parametrize("make", [mask, long])
+def test_the_sparse_mask_is_the_same(make: Callable[..., DraftMask], block: int, window: int | None) -> None:
+    """A tile is visited if anything in it is seen, and without the law if all of it is."""
+    made = make(window, block)
+    _, queries, keys = made.shape
+    more_keys, more_queries = (0, -keys % 128), (0, 0, 0, -queries % 128)
+
+    def tiles(missing: bool) -> torch.Tensor:
+        """[B, N / 128, 128, S / 128, 128]; keys that are not there are not seen, queries are `missing`."""
+        dense = F.pad(F.pad(made.dense, more_keys), more_queries, value=missing)
+        return dense.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+
+    assert torch.equal(made.sparse.to_dense()[:, 0].bool(), tiles(False).any(dim=4).any(dim=2))
+    whole = tiles(True).all(dim=4).all(dim=2)
+    count, listed = made.sparse.full_kv_num_blocks[:, 0], made.sparse.full_kv_indices[:, 0].long()
+    found = torch.zeros_like(whole).scatter(2, listed, torch.arange(listed.shape[2]) < count[..., None])
+    assert torch.equal(found, whole)
+    assert make is mask or window == 40 or whole.any()
+    places = (torch.arange(n) for n in made.shape)
+    b, query, key = torch.meshgrid(*places, indexing="ij")
+    assert torch.equal(made.sparse.mask_mod(b, torch.tensor(0), query, key), made.dense)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_flex_attention_is_attention_under_the_mask(window: int | None, heads: tuple[int, int]) -> None:
-    made = mask(window, 16)
+@pytest.mark.parametrize("make", [mask, long])
+def test_flex_attention_is_attention_under_the_mask(
+    make: Callable[..., DraftMask], window: int | None, heads: tuple[int, int]
+) -> None:
+    made = make(window, 16)
     rows, queries, keys = made.shape
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(rows, queries, heads[0], 16, generator=draw)

@@ -14,10 +14,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twofold.ops.attention import attention
 
+TILE = 128  # queries and keys that flex attention takes or skips together
 Law = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen; numbers or tensors
 
 
@@ -30,7 +32,8 @@ def sees_context(key: Tensor, position: Tensor, anchor: Tensor, window: int | No
 @dataclass(frozen=True)
 class DraftMask:
     """Block a stands at row index anchors[b, a]. Its tokens see the context of its own document before its anchor,
-    and one another; never another block. Keys are the row's T tokens, then the blocks'."""
+    and one another; never another block. Keys are the row's T tokens, then the blocks'. Documents are numbered in
+    ascending order."""
 
     documents_BT: Tensor
     anchors_BA: Tensor
@@ -68,10 +71,35 @@ class DraftMask:
 
     @cached_property
     def sparse(self) -> Any:
-        """Flex attention's BlockMask: the 128 x 128 tiles in which anything is seen."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """Flex attention's BlockMask, from where each query begins and ends to see, without a mask in memory."""
+        from torch.nn.attention.flex_attention import BlockMask
 
-        return create_block_mask(self.law(), self.shape[0], None, *self.shape[1:], device=self.documents_BT.device)
+        some, whole = self._tiles()
+        listed = [(t.sum(-1).int(), t.int().argsort(dim=-1, descending=True, stable=True).int()) for t in (some, whole)]
+        return BlockMask.from_kv_blocks(*listed[0], *listed[1], TILE, self.law(), self.shape[1:])
+
+    def _tiles(self) -> tuple[Tensor, Tensor]:
+        """[B, 1, N / 128, S / 128]: tiles in which something is seen, but not all; and those seen whole."""
+        size, num_tokens, (_, queries, keys) = self.block_size, self.documents_BT.shape[1], self.shape
+        query_N = torch.arange(queries, device=self.anchors_BA.device)
+        anchor_BN = self.anchors_BA.repeat_interleave(size, dim=1)
+        first_BN = torch.searchsorted(self.documents_BT, self.documents_BT.gather(1, self.anchors_BA))
+        first_BN = first_BN.repeat_interleave(size, dim=1)
+        if self.window is not None:
+            first_BN = first_BN.maximum(anchor_BN + query_N % size + 1 - self.window)
+        own_N1 = (num_tokens + query_N - query_N % size)[:, None]
+        tile_K = torch.arange(0, keys, TILE, device=self.anchors_BA.device)
+
+        def meets(begin: Tensor, end: Tensor) -> Tensor:
+            return (begin < end) & (begin < tile_K + TILE) & (end > tile_K)
+
+        first_BN1, last_BN1 = first_BN[..., None], anchor_BN[..., None]
+        seen = meets(first_BN1, last_BN1) | meets(own_N1, own_N1 + size)
+        whole = (first_BN1 <= tile_K) & (last_BN1 >= tile_K + TILE)
+        rest = (0, 0, 0, -queries % TILE)  # queries that are not there see what the others see
+        some = F.pad(seen, rest, value=False).unflatten(1, (-1, TILE)).any(dim=2)
+        every = F.pad(whole, rest, value=True).unflatten(1, (-1, TILE)).all(dim=2)
+        return (some & ~every)[:, None], every[:, None]
 
 
 def draft_attention(q_BNHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: DraftMask) -> Tensor:

@@ -83,20 +83,25 @@ def draft_loss(
     with config.autocast(target.device):
         guesses, wanted = draft_hidden(drafter, target, rows, blocks, features)
     valid = blocks.valid_BAK
-    guesses_MD, wanted_MD = guesses[valid].to(head_VD.dtype), wanted[valid].to(head_VD.dtype)
-    labels_M, chunk = blocks.labels_BAK[valid], config.vocab_chunk
+    places_M = valid.flatten().nonzero().flatten()  # once: the host waits for how many there are
+
+    def chosen(x: Tensor) -> Tensor:
+        return x.flatten(0, 2)[places_M]
+
+    guesses_MD, wanted_MD = chosen(guesses).to(head_VD.dtype), chosen(wanted).to(head_VD.dtype)
+    labels_M, chunk = chosen(blocks.labels_BAK), config.vocab_chunk
     scorer_VD = head_VD
     if drafter.markov_head is not None:  # [h; e] [W; U]^T: the bias is more columns of the product
-        before_MR = drafter.markov_head.before(blocks.previous()[valid]).to(head_VD.dtype)
+        before_MR = drafter.markov_head.before(chosen(blocks.previous())).to(head_VD.dtype)
         guesses_MD = torch.cat((guesses_MD, before_MR), dim=1)
         scorer_VD = torch.cat((head_VD, drafter.markov_head.after.weight.to(head_VD.dtype)), dim=1)
     if config.positions == "decay":
-        weights_M = block_weights(drafter.config.block_size, config.gamma, guesses.device).expand(valid.shape)[valid]
+        weights_M = chosen(block_weights(drafter.config.block_size, config.gamma, guesses.device).expand(valid.shape))
         scale: Tensor | float = 1.0
     else:
-        log_q = torch.zeros(valid.shape, device=guesses.device)
-        log_q[valid] = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
-        weights_M = dpace_weights(log_q, valid, config.alpha)[valid]
+        log_q_M = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
+        log_q = torch.zeros(valid.numel(), device=guesses.device).index_copy(0, places_M, log_q_M).view(valid.shape)
+        weights_M = chosen(dpace_weights(log_q, valid, config.alpha))
         scale = weights_M.sum() / valid[..., 0].sum().clamp(min=1)
 
     def to_target(kind: Literal["forward_kl", "total_variation"]) -> Tensor:
@@ -139,8 +144,9 @@ def train_drafter(
 
     def loss_at(step: int) -> Tensor:
         numbers = rows.batch(config.batch_rows, step, seed)
-        batch = rows.select(numbers).to(target.device)
-        anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step)
+        batch = rows.select(numbers)
+        anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step).to(target.device)
+        batch = batch.to(target.device)
         blocks = make_blocks(batch, anchors, block_size, drafter.config.mask_token_id)
         with config.autocast(target.device):
             found = features(numbers)

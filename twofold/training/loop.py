@@ -71,13 +71,13 @@ def train(
         loss = loss_at(step)
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
-        if not torch.isfinite(norm + loss.detach()):
+        value, length = torch.stack((loss.detach().to(norm.dtype), norm)).tolist()  # the host waits once a step
+        if not math.isfinite(value + length):
             wrong = _diagnosis(loss, parameters, step, blame)
             raise RuntimeError(f"step {step}: {wrong}; lower the learning rate, or check the weights")
         nn.utils.clip_grads_with_norm_(parameters.values(), config.clip, norm)  # by a norm that is NaN, all would be
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
         average = value if math.isnan(average) else 0.95 * average + 0.05 * value
         report(step + 1, config.steps, f"loss {average:.4f}")
         if (step + 1) % config.checkpoint_every == 0 and step + 1 < config.steps:

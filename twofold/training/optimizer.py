@@ -1,4 +1,4 @@
-"""AdamW, its schedule, and its state as plain tensors that a checkpoint can hold."""
+"""AdamW or Muon, their schedule, and their state as plain tensors that a checkpoint can hold."""
 
 import importlib
 import math
@@ -9,17 +9,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from twofold.training.muon import Muon
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW; linear warm-up over a share of the steps, then cosine decay to `final` times the peak.
+    """Linear warm-up over a share of the steps, then cosine decay to `final` times the peak.
 
-    `states`: the two moments in float32, or in blocks of 8 bits with a scale each (arXiv:2110.02861; needs torchao):
-    2 bytes a parameter instead of 8. The parameters themselves are what the caller made them.
+    `method`: AdamW, or Muon for matrices and AdamW for the rest (see `training.muon`), at rates of the same size.
+    `states`: AdamW's two moments in float32, or in blocks of 8 bits with a scale each (arXiv:2110.02861; needs
+    torchao): 2 bytes a parameter instead of 8. The parameters themselves are what the caller made them.
     """
 
     steps: int
     learning_rate: float
+    method: Literal["adamw", "muon"] = "adamw"
     warmup: float = 0.05
     final: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -32,6 +36,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}; a training takes at least one")
+        if self.method == "muon" and self.states == "8bit":
+            raise ValueError('optimizer.states = "8bit" is for AdamW; leave it out with method = "muon"')
 
     def rate(self, step: int) -> float:
         warm = max(1, round(self.warmup * self.steps))
@@ -60,6 +66,8 @@ def new_optimizer(
         for multiple in sorted(set(multiples.values()))
     ]
     how: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.method == "muon":
+        return Muon(groups, **how)
     if config.states == "float32":
         on_gpu = all(parameter.is_cuda for parameter in parameters.values())
         return torch.optim.AdamW(groups, fused=on_gpu or None, **how)
