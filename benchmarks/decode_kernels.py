@@ -226,7 +226,7 @@ def deltas(tokens: int) -> dict[str, Any]:
             f"{columns} x {warps}": microseconds(
                 [partial(delta_triton.delta_window, *inputs, s, division=(columns, warps)) for s in states]
             )
-            for columns, warps in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8))
+            for columns, warps in ((16, 1), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8))
         },
         "commit of a layer": {
             "us": microseconds([partial(delta_triton.commit_delta_, s, factors, n) for s in states]),

@@ -66,6 +66,19 @@ def test_window(tokens: int, gated: bool, dtype: torch.dtype) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_window_in_other_divisions(tokens: int) -> None:
+    from twofold.ops.decode import delta_triton
+
+    inputs = window(tokens, torch.float32, DEVICE)
+    expected, expected_factors = delta.delta_window(*inputs)
+    for division in ((16, 2), (64, 8)):  # the second is wider than a head
+        o, factors = delta_triton.delta_window(*inputs, division=division)
+        torch.testing.assert_close(o, expected, **tolerance(torch.float32))
+        torch.testing.assert_close(tuple(factors), tuple(expected_factors), rtol=1e-3, atol=1e-3)
+
+
+@needs_triton
 def test_window_of_equal_keys_without_decay() -> None:
     """The hardest system: all below the diagonal near 1."""
     from twofold.ops.decode import delta_triton

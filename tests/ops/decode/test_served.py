@@ -151,3 +151,15 @@ def test_auto_without_products_multiplies_dense_weights(
     assert chosen.freeze_packed is None
     assert chosen.top1 is Kernels.reference().top1
     assert "nothing to compile with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 16), (3, 1), (3, 5)])
+def test_columns_are_stacked_with_the_rows_they_begin(rows: int, tokens: int) -> None:
+    fused = [torch.randn(rows, tokens, 24) for _ in range(3)]
+    first = [y[..., :16] for y in fused]
+    for parts in (first, [y[..., 8:] for y in fused], [first[0], fused[1][..., :16].clone(), first[2]]):
+        assert torch.equal(served._stacked(parts), torch.stack(parts))
+    assert served._stacked(first).stride(-2) == 24
+    wide = torch.randn(rows, tokens + 1, 24)
+    shorter = [wide[:, :tokens, :16], wide[:, 1:, :16]]  # rows of something longer
+    assert torch.equal(served._stacked(shorter), torch.stack(shorter))
