@@ -11,7 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twofold.ops.decode.linear_cuda import Config, Fused, defines, shared_bytes, top1_shared_bytes
+from twofold.ops.decode.linear_cuda import (
+    Config,
+    Fused,
+    defines,
+    grid,
+    partial_sizes,
+    shared_bytes,
+    top1_shared_bytes,
+)
 from twofold.ops.decode.packed_weight import PackedWeight
 
 SOURCE = Path(__file__).parents[3] / "twofold/ops/decode/linear.cu"
@@ -22,10 +30,11 @@ WRAPPER = """
 #include "linear.cu"
 extern "C" void run_linear(int grid_x, int grid_y, size_t shared, const Quad* weight, const u32* scales, const u16* x,
                            const u16* norm, const u16* residual, u16* y, float* score, i64* id, const Quad* tail,
-                           float eps, int M, int N, int K, int tail_N, int x_stride, int r_stride, int y_stride) {
+                           Sums* partial, int* arrived, float eps, int M, int N, int tail_N, int x_stride, int r_stride,
+                           int y_stride) {
   emulator::launch({(unsigned)grid_x, (unsigned)grid_y, 1}, THREADS, shared, [&] {
-    packed_linear(weight, scales, x, norm, residual, y, score, id, tail, eps, M, N, K, tail_N, x_stride, r_stride,
-                  y_stride);
+    packed_linear(weight, scales, x, norm, residual, y, score, id, tail, partial, arrived, eps, M, N, tail_N, x_stride,
+                  r_stride, y_stride);
   });
 }
 extern "C" void run_best(int rows, size_t shared, const float* part_score, const i64* part_id, float* score, i64* id,
@@ -77,27 +86,27 @@ def linear(
     tail: PackedWeight | None = None,
     top1: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(y,), or (ids, scores) with `top1`, by at most `blocks` blocks."""
-    rows, width = x_MK.shape
+    """(y,), or (ids, scores) with `top1`, where `blocks` fit on the device."""
+    rows = len(x_MK)
     fused = Fused(norm=norm_K is not None, residual=residual_MN is not None, top1=top1, tail=tail is not None)
     library = _library(defines(weight, config, fused))
-    outputs = -(-weight.num_outputs // 16)
-    grid = min(blocks, -(-outputs // config.tiles)), -(-rows // (8 * config.row_tiles))
+    size = grid(weight, config, rows, tail, blocks)
     more = 0 if tail is None else tail.num_outputs
-    if tail is not None:
-        grid = grid[0] + -(-more // (16 * config.tiles)), grid[1]
+    num_bytes, counters = partial_sizes(weight, config, rows)
+    partial, arrived = torch.full((num_bytes // 4,), torch.nan), torch.zeros(counters, dtype=torch.int32)
     y = torch.full((rows, weight.out_features + more), torch.nan, dtype=torch.bfloat16)
-    score, ids = torch.full((rows, grid[0]), torch.nan), torch.full((rows, grid[0]), -1)
+    score, ids = torch.full((rows, size[0]), torch.nan), torch.full((rows, size[0]), -1)
     library.run_linear(
-        *grid, ctypes.c_size_t(shared_bytes(weight, config)), *map(_at, (weight.words, weight.scales, x_MK, norm_K)),
-        *map(_at, (residual_MN, y, score, ids, None if tail is None else tail.words)), ctypes.c_float(eps), rows,
-        weight.num_outputs, width, more, x_MK.stride(0),
+        *size, ctypes.c_size_t(shared_bytes(weight, config)), *map(_at, (weight.words, weight.scales, x_MK, norm_K)),
+        *map(_at, (residual_MN, y, score, ids, None if tail is None else tail.words, partial, arrived)),
+        ctypes.c_float(eps), rows, weight.num_outputs, more, x_MK.stride(0),
         0 if residual_MN is None else residual_MN.stride(0), y.stride(0),
     )  # fmt: skip
+    assert not arrived.any()
     if not top1:
         return (y,)
     best, best_id = torch.full((rows,), torch.nan), torch.full((rows,), -1)
-    library.run_best(rows, ctypes.c_size_t(top1_shared_bytes()), *map(_at, (score, ids, best, best_id)), grid[0])
+    library.run_best(rows, ctypes.c_size_t(top1_shared_bytes()), *map(_at, (score, ids, best, best_id)), size[0])
     return best_id, best
 
 

@@ -157,6 +157,9 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
 }
 inline u32 to_bf16x2(float low, float high) { return emulator::rounded(low) | emulator::rounded(high) << 16; }
 inline float as_float(u32 bits) { return emulator::of_bits(bits); }
-inline u32 load_word(const u16* p) { u32 word; std::memcpy(&word, p, 4); return word; }
+inline u16 load_half(const u16* p) { return *p; }
+template <class T> T load_shared_by_blocks(const T* p) { return *p; }
+inline int atomicAdd(int* p, int more) { const int before = *p; *p += more; return before; }
+inline void __threadfence() {}
 inline void await_kernel_before() {}
 inline void let_next_kernel_start() {}

@@ -94,6 +94,7 @@ def test_kernel_unpacks(kind: str, group: int, gated: bool) -> None:
 FEW = Config(warps=2, tiles=1, row_tiles=1, stages=2)
 PAIRS = Config(warps=4, tiles=2, row_tiles=2, stages=3)
 MANY = Config(warps=3, tiles=2, row_tiles=4, stages=4)
+SLICES = Config(warps=2, tiles=2, row_tiles=2, stages=4, split=3)
 IDLE = Config(warps=8, tiles=1, row_tiles=2, stages=1)  # warps without work
 
 
@@ -110,6 +111,10 @@ IDLE = Config(warps=8, tiles=1, row_tiles=2, stages=1)  # warps without work
         ("w8", 13, 32, PAIRS, 2),
         ("w8", 5, 384, FEW, 99),
         ("bf16", 13, 0, PAIRS, 2),
+        ("w4", 13, 32, SLICES, 6),
+        ("asymmetric", 21, 64, SLICES, 99),
+        ("w8", 3, 384, SLICES, 1),
+        ("bf16", 13, 0, SLICES, 2),
     ],
 )
 def test_kernel_multiplies(kind: str, rows: int, group: int, config: Config, blocks: int) -> None:

@@ -1,19 +1,26 @@
 // y = f(x) W^T for few rows, W packed in the order of the tensor core's operand registers: see packed_weight.py for the
 // equations and the layout, linear_cuda.py for the launch.
 //
-// A block takes R tiles of 16 outputs, its warps split K and add up through shared memory. A lane copies to its own slots
-// of a ring (cp.async) and reads only those, so the loop over K has no barrier and STAGES steps of 64 inputs are in
-// flight. Weights do not depend on the kernel before: they are asked for before its end is awaited. The order of the sums
-// depends on WARPS and K alone, so a row's result is the same bits whatever rows stand beside it.
+// A block stays for many groups of R tiles of 16 outputs; SPLIT slices of K are blocks of their own, and a block's warps
+// split its slice. Each warp reads its part of x once and keeps it in registers (STREAM: too large, read again for each
+// group). A lane copies weights to its own slots of a ring (cp.async) and reads only those, so STAGES steps of 64 inputs
+// are in flight, across groups, without a barrier; one barrier a group adds the warps up. Weights do not depend on the
+// kernel before: they are asked for before its end is awaited. The order of the sums depends on STEPS, WARPS and SPLIT
+// alone, so a row's result is the same bits whatever rows stand beside it.
 //
-// Compile-time: BITS 4|8|16, GROUP inputs a scale, ASYM, WARPS, R, NT tiles of 8 rows, STAGES, and what is fused: NORM,
-// GATED, RESIDUAL, TOP1, TAIL (more outputs, of 16-bit weights, by blocks of their own; with BITS 4).
+// Nibbles are not centred one by one: n = q + 8 goes in as 128 + n, which is one `lop3`, and the sum over a group starts
+// at -136 times the sum of the group's x. Sums are about 20 times larger for that, in float32: an error of 1e-5.
+//
+// Compile-time: BITS 4|8|16, GROUP inputs a scale, ASYM, STEPS = K / 64, SPLIT, WARPS, R, NT tiles of 8 rows, STAGES,
+// BLOCKS on a multiprocessor, STREAM, and what is fused: NORM, GATED, RESIDUAL, TOP1, TAIL (more outputs, of 16-bit
+// weights, by blocks of their own; with BITS 4).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
 
 struct alignas(16) Quad { u32 v[4]; };
+struct alignas(16) Sums { float v[4]; };  // of lane 4 g + t: (output g, rows 2 t and 2 t + 1), then of output g + 8
 
 #ifndef EMULATED
 #define DEVICE __device__ __forceinline__
@@ -25,10 +32,20 @@ DEVICE Quad load_quad(const u16* p) {
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(q.v[0]), "=r"(q.v[1]), "=r"(q.v[2]), "=r"(q.v[3]) : "l"(p) : "memory");
   return q;
 }
-DEVICE u32 load_word(const u16* p) {
-  u32 word;
-  asm volatile("ld.global.u32 %0,[%1];" : "=r"(word) : "l"(p) : "memory");
-  return word;
+DEVICE u16 load_half(const u16* p) {
+  u16 half;
+  asm volatile("ld.global.u16 %0,[%1];" : "=h"(half) : "l"(p) : "memory");
+  return half;
+}
+DEVICE Sums load_shared_by_blocks(const Sums* p) {  // from L2, where other multiprocessors' writes are
+  Sums s;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(s.v[0]), "=f"(s.v[1]), "=f"(s.v[2]), "=f"(s.v[3]) : "l"(p) : "memory");
+  return s;
+}
+DEVICE float load_shared_by_blocks(const float* p) {
+  float f;
+  asm volatile("ld.global.cg.f32 %0,[%1];" : "=f"(f) : "l"(p) : "memory");
+  return f;
 }
 template <int BYTES> DEVICE void copy_async(void* to, const void* from) {
   u32 at = (u32)__cvta_generic_to_shared(to);
@@ -40,8 +57,7 @@ template <int BYTES> DEVICE void copy_async(void* to, const void* from) {
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE u32 nibbles(u32 word) {  // two bf16, each 128 + a nibble
@@ -74,306 +90,442 @@ DEVICE void let_next_kernel_start() {
 
 DEVICE float low(u32 pair) { return as_float(pair << 16); }
 DEVICE float high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
-DEVICE u32 both(u32 half) { return half | half << 16; }
-DEVICE float widen(u16 x) { return as_float((u32)x << 16); }
 
 #define THREADS (WARPS * 32)
-#define VECS (BITS / 4)
-#if BITS == 8
-#undef VECS
-#define VECS 2
-#endif
+#define VECS (BITS == 16 ? 4 : BITS / 4)
 #define SCALED (BITS < 16)
-#define GROUPS (SCALED && GROUP == 32 ? 2 : 1)              // scale groups in a step of 64 inputs
-#define WORDS (GROUPS * (ASYM ? 2 : 1))                     // of a lane for a step and tile: scales, then shifts
-#define PITCH (NT * 8 + 1)
-#define RESIDENT (NT == 1 ? (WARPS < 24 ? 24 / WARPS : 1) : NT == 2 ? (WARPS < 16 ? 16 / WARPS : 1) : 1)  // blocks that registers are for
+#define GROUPS (SCALED && GROUP == 32 ? 2 : 1)  // scale groups in a step of 64 inputs
+#define WORDS (GROUPS * (ASYM ? 2 : 1))         // of a lane for a step and tile: scales, then shifts
+#define PARTS (SPLIT * WARPS)
+#define KSTEPS ((STEPS + PARTS - 1) / PARTS)  // of a warp, at most
+#define ITEMS (R * NT)                        // of 16 outputs x 8 rows in a group: a warp's sums are one `Sums` a lane
+#define OWN ((ITEMS + WARPS - 1) / WARPS)     // of these a warp finishes
 
 // y = x W^T, NORM: of x * norm_weight with 1 / rms(x) applied at the end; GATED: a tile's first 8 outputs are gates of
 // its last 8; RESIDUAL: added; TOP1: only the largest score of each row and where it is, one for each block and row.
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_linear(
+// SPLIT > 1: `partial` has [row blocks, groups, SPLIT] of ITEMS * 32 Sums, then as many of NT * 8 sums of squares;
+// `arrived`, zero before and after, counts the slices of a group that are there. The last to come adds them in order.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
     const Quad* __restrict__ weight, const u32* __restrict__ scales, const u16* __restrict__ x_all,
     const u16* __restrict__ norm_weight, const u16* __restrict__ residual, u16* __restrict__ y,
-    float* __restrict__ best_score, i64* __restrict__ best_id, const Quad* __restrict__ tail, float eps, int M_all, int N,
-    int K, int tail_N, int x_stride, int residual_stride, int y_stride) {
+    float* __restrict__ best_score, i64* __restrict__ best_id, const Quad* __restrict__ tail, Sums* partial, int* arrived,
+    float eps, int M_all, int N, int tail_N, int x_stride, int residual_stride, int y_stride) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int steps = K / 64, tiles = (N + 15) / 16, groups = (tiles + R - 1) / R;
+  const int tiles = (N + 15) / 16, groups = (tiles + R - 1) / R;
   const int first_row = blockIdx.y * NT * 8, M = M_all - first_row < NT * 8 ? M_all - first_row : NT * 8;
   const u16* x = x_all + (i64)first_row * x_stride;
-  const int k_begin = steps * warp / WARPS, k_end = steps * (warp + 1) / WARPS;
+  const int slice = SPLIT > 1 ? blockIdx.x % SPLIT : 0, part = slice * WARPS + warp;
+  const int k_begin = STEPS * part / PARTS, count = STEPS * (part + 1) / PARTS - k_begin;
+#define HAS(s) (STEPS % PARTS == 0 || (s) < count)
 
-  Quad* ring = shared_memory + warp * STAGES * R * VECS * 32;
-  u32* ring_scales = (u32*)(shared_memory + WARPS * STAGES * R * VECS * 32) + warp * STAGES * R * WORDS * 32;
-  float* sums = (float*)(shared_memory + WARPS * STAGES * R * VECS * 32) + (SCALED ? THREADS * STAGES * R * WORDS : 0);
-  float* squares = sums + WARPS * R * 16 * PITCH;  // [WARPS][NT * 8], then 1 / rms in the first row
-  float* top_score = squares + WARPS * NT * 8;     // [NT * 8]
-  int* top_id = (int*)(top_score + NT * 8);
+  Quad* ring = shared_memory + warp * (STAGES * R * VECS * 32) + lane;
+  u32* ring_scales = (u32*)(shared_memory + WARPS * STAGES * R * VECS * 32) + (warp * STAGES * R * 32 + lane) * WORDS;
+  Sums* sums = (Sums*)(shared_memory + WARPS * STAGES * R * VECS * 32 + (SCALED ? WARPS * STAGES * R * 8 * WORDS : 0));
+  Sums* starts = sums + 2 * WARPS * ITEMS * 32;  // [warp][step][scale group][n][t]
+  Quad* norms = (Quad*)(starts + (SCALED ? WARPS * KSTEPS * GROUPS * NT * 4 : 0));
+  float* squares = (float*)(norms + (NORM ? WARPS * KSTEPS * 8 : 0));  // [WARPS][NT * 8]
+  float* inverse = squares + WARPS * NT * 8;                           // [NT * 8], 1 / rms
+  starts += warp * (KSTEPS * GROUPS * NT * 4), norms += warp * (KSTEPS * 8);
 
 #if TAIL  // the first blocks; their steps of 64 inputs are four slots, one for each j
   const int tail_tiles = (tail_N + 15) / 16, tail_groups = (tail_tiles + R - 1) / R;
   const bool in_tail = (int)blockIdx.x < tail_groups;
-  const int first_group = in_tail ? blockIdx.x : blockIdx.x - tail_groups, group_stride = gridDim.x - tail_groups;
-#else
-  constexpr bool in_tail = false;
-  const int first_group = blockIdx.x, group_stride = gridDim.x;
-#endif
-
-  int asked_group = first_group, asked_k = in_tail ? k_begin * 4 : k_begin, slot = 0;
-  auto ask = [&](int into) {
-#if TAIL
-    if (in_tail) {
-      if (asked_k < k_end * 4) {
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-          const int tile = first_group * R + r < tail_tiles ? first_group * R + r : tail_tiles - 1;
-          copy_async<16>(ring + (into * R + r) * VECS * 32 + lane, tail + ((i64)tile * steps * 4 + asked_k) * 32 + lane);
-        }
-        asked_k++;
-      }
-      commit_copies();
-      return;
-    }
-#endif
-    if (k_begin < k_end && asked_group < groups) {
+  const int first_group = in_tail ? blockIdx.x : blockIdx.x - tail_groups, stride = gridDim.x - tail_groups;
+  auto ask_tail = [&](int i) {  // i = 4 step + j
+    if (HAS(i / 4))
 #pragma unroll
       for (int r = 0; r < R; r++) {
-        const int tile = asked_group * R + r < tiles ? asked_group * R + r : tiles - 1;
-        const Quad* from = weight + ((i64)tile * steps + asked_k) * (VECS * 32) + lane;
+        const int tile = first_group * R + r < tail_tiles ? first_group * R + r : tail_tiles - 1;
+        copy_async<16>(ring + (i % STAGES * R + r) * 32, tail + (((i64)tile * STEPS + k_begin) * 4 + i) * 32 + lane);
+      }
+  };
+#else
+  constexpr bool in_tail = false;
+  const int first_group = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
+#endif
+
+  auto ask = [&](int group, int s, int slot) {
+    if (HAS(s) && group < groups)
 #pragma unroll
-        for (int v = 0; v < VECS; v++) copy_async<16>(ring + ((into * R + r) * VECS + v) * 32 + lane, from + v * 32);
+      for (int r = 0; r < R; r++) {
+        const int tile = R == 1 || group * R + r < tiles ? group * R + r : tiles - 1;
+        const Quad* from = weight + ((i64)tile * STEPS + k_begin) * (VECS * 32) + lane;
+#pragma unroll
+        for (int v = 0; v < VECS; v++)
+          copy_async<16>(ring + ((slot * R + r) * VECS + v) * 32, from + (s * VECS + v) * 32);
 #if SCALED
-        const int scale_step = GROUP > 64 ? asked_k * 64 / GROUP : asked_k, scale_steps = K / (GROUP > 64 ? GROUP : 64);
-        copy_async<WORDS * 4>(ring_scales + ((into * R + r) * 32 + lane) * WORDS,
-                              scales + (((i64)tile * scale_steps + scale_step) * 8 + g) * WORDS);
+        constexpr int wide = GROUP > 64 ? GROUP / 64 : 1;
+        const u32* scale = scales + (((i64)tile * (STEPS / wide) + (k_begin + s) / wide) * 8 + g) * WORDS;
+        copy_async<WORDS * 4>(ring_scales + (slot * R + r) * 32 * WORDS, scale);
 #endif
       }
-      if (++asked_k == k_end) asked_k = k_begin, asked_group += group_stride;
-    }
-    commit_copies();
   };
 
+#if NORM
+  for (int i = lane; i < count * 8; i += 32) copy_async<16>(norms + i, norm_weight + k_begin * 64 + i * 8);
+#endif
+  commit_copies();
 #pragma unroll
-  for (int s = 0; s < STAGES; s++) ask(s);
+  for (int i = 0; i < STAGES; i++) {
+#if TAIL
+    if (in_tail) {
+      if (i < KSTEPS * 4) ask_tail(i);
+    } else
+#endif
+      ask(first_group + i / KSTEPS * stride, i % KSTEPS, i);
+    commit_copies();
+  }
   let_next_kernel_start();
   await_kernel_before();
 
   const u16* rows[NT];
 #pragma unroll
-  for (int n = 0; n < NT; n++) rows[n] = x + (i64)(n * 8 + g < M ? n * 8 + g : M - 1) * x_stride + t * 8;
-#if TOP1
-  for (int i = threadIdx.x; i < NT * 8; i += THREADS) top_score[i] = -as_float(0x7F800000u), top_id[i] = 0;
-#endif
-
-  u32 ahead[NT][8], ahead_norm[8];
-  auto look_ahead = [&](int k) {
+  for (int n = 0; n < NT; n++) rows[n] = x + (i64)(n * 8 + g < M ? n * 8 + g : M - 1) * x_stride + k_begin * 64 + t * 8;
+  auto load = [&](int s, u32(&b)[NT][8]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const Quad q = load_quad(rows[n] + s * 64 + h * 32);
+#pragma unroll
+        for (int i = 0; i < 4; i++) b[n][h * 4 + i] = q.v[i];
+      }
+  };
+  auto weigh = [&](int s, u32(&b)[NT][8]) {
+#if NORM
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-#pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const Quad q = load_quad(rows[n] + k * 64 + h * 32);
-#pragma unroll
-        for (int i = 0; i < 4; i++) ahead[n][h * 4 + i] = q.v[i];
-      }
-#if NORM
-      const Quad q = load_quad(norm_weight + k * 64 + h * 32 + t * 8);
-#pragma unroll
-      for (int i = 0; i < 4; i++) ahead_norm[h * 4 + i] = q.v[i];
-#endif
-    }
-  };
-  if (k_begin < k_end) look_ahead(k_begin);
-
-  for (int group = first_group; in_tail || group < groups; group += group_stride) {
-    float acc[R][NT][4] = {};
-#if NORM
-    float gram[NT][4] = {};
-    const bool measure = group == first_group;
-#endif
-    for (int k = k_begin; k < k_end; k++) {
-      u32 b[NT][8];
-#if NORM
-      if (measure) {  // x x^T by the tensor core: its diagonal has the sums of squares
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-          for (int n = 0; n < NT; n++) {
-            const int even = n & ~1, odd = n | 1;
-            mma(gram[n], ahead[even][j * 2], odd < NT ? ahead[odd % NT][j * 2] : 0, ahead[even][j * 2 + 1],
-                odd < NT ? ahead[odd % NT][j * 2 + 1] : 0, ahead[n][j * 2], ahead[n][j * 2 + 1]);
-          }
-      }
-#endif
+      const Quad q = norms[s * 8 + h * 4 + t];
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) b[n][i] = NORM ? fma2(ahead[n][i], ahead_norm[i], 0x80008000u) : ahead[n][i];
-      look_ahead(k + 1 < k_end ? k + 1 : k_begin);
+        for (int i = 0; i < 4; i++) b[n][h * 4 + i] = fma2(b[n][h * 4 + i], q.v[i], 0x80008000u);
+    }
+#endif
+  };
+
+#if STREAM
+  u32 xs[1][NT][8], ahead[NT][8];
+#define HELD(s) 0
+#else
+  u32 xs[KSTEPS][NT][8];
+#define HELD(s) (s)
+#pragma unroll
+  for (int s = 0; s < KSTEPS; s++)
+    if (HAS(s)) load(s, xs[s]);
+#endif
+#if NORM
+  await_copies<STAGES>();
+  __syncthreads();
+  float gram[NT][4] = {};
+#endif
+#if STREAM
+#pragma unroll 1
+#else
+#pragma unroll
+#endif
+  for (int s = 0; s < KSTEPS; s++) {
+    if (!HAS(s)) continue;
+    u32(&b)[NT][8] = xs[HELD(s)];
+#if STREAM
+    load(s, b);
+#endif
+#if NORM
+#pragma unroll
+    for (int j = 0; j < 4; j++)  // x x^T by the tensor core: its diagonal has the sums of squares
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const int even = n & ~1, odd = n | 1;
+        mma(gram[n], b[even][j * 2], odd < NT ? b[odd % NT][j * 2] : 0, b[even][j * 2 + 1],
+            odd < NT ? b[odd % NT][j * 2 + 1] : 0, b[n][j * 2], b[n][j * 2 + 1]);
+      }
+#endif
+    weigh(s, b);
+#if SCALED
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) {  // sums of x over the group, for every output alike
+        Sums start = {};
+#pragma unroll
+        for (int j = q * (4 / GROUPS); j < (q + 1) * (4 / GROUPS); j++)
+          mma(start.v, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u, b[n][j * 2], b[n][j * 2 + 1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) start.v[i] *= ASYM ? 1.0f : BITS == 4 ? -136.0f : -144.0f;
+        if (g == 0) starts[((s * GROUPS + q) * NT + n) * 4 + t] = start;
+      }
+#endif
+  }
+#if NORM
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if ((i >> 1) == (n & 1) && g == t * 2 + (i & 1)) squares[warp * NT * 8 + n * 8 + g] = gram[n][i];
+#endif
+  __syncthreads();
+#if NORM
+  if (threadIdx.x < NT * 8) {  // read behind the barrier of a group
+    float sum = 0;
+    for (int w = 0; w < WARPS; w++) sum += squares[w * NT * 8 + threadIdx.x];
+    inverse[threadIdx.x] = SPLIT == 1 ? rsqrtf(sum / (STEPS * 64) + eps) : sum;
+  }
+#endif
+
+  auto add_warps = [&](int half, int item) {
+    Sums total = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const Sums other = sums[((half * WARPS + w) * ITEMS + item) * 32 + lane];
+#pragma unroll
+      for (int i = 0; i < 4; i++) total.v[i] += other.v[i];
+    }
+    return total;
+  };
+  auto put = [&](int row, i64 column, float value) {
+#if RESIDUAL
+    value += low(load_half(residual + (i64)(first_row + row) * residual_stride + column));
+#endif
+    y[(i64)(first_row + row) * y_stride + column] = (u16)to_bf16x2(value, value);
+  };
+  auto finish = [&](int group, int item, const Sums& total) {
+    const int tile = group * R + item / NT, row = item % NT * 8 + t * 2;
+#if GATED
+    if (tile * 8 + g < N / 2)
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        if (row + e < M)
+          put(row + e, tile * 8 + g, total.v[e] / (1.0f + expf(-total.v[e])) * total.v[e + 2]);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int column = tile * 16 + g + (i >> 1) * 8;
+#if TAIL
+      if (row + (i & 1) < M && column < (in_tail ? tail_N : N))
+        put(row + (i & 1), column + (in_tail ? N : 0), total.v[i]);
+#else
+      if (row + (i & 1) < M && column < N) put(row + (i & 1), column, total.v[i]);
+#endif
+    }
+#endif
+  };
+
+#if TOP1
+  float score[OWN][2];
+  int id[OWN][2] = {};
+  for (int c = 0; c < OWN; c++) score[c][0] = score[c][1] = -as_float(0x7F800000u);
+#endif
+  int half = 0, turn = 0, lead = 0;  // buffer of sums, slot, the warp that finishes the group's first item
+#if STREAM
+  if (count > 0) load(0, ahead);
+#endif
+  for (int group = first_group; in_tail || group < groups; group += stride) {
+    Sums acc[R][NT] = {};
+#if STREAM
+#pragma unroll 1
+#else
+#pragma unroll
+#endif
+    for (int s = 0; s < KSTEPS; s++) {
+      u32(&b)[NT][8] = xs[HELD(s)];
+#if STREAM
+      if (HAS(s)) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 8; i++) b[n][i] = ahead[n][i];
+        weigh(s, b);
+        load(s + 1 < count ? s + 1 : 0, ahead);
+      }
+#endif
 #if TAIL
       if (in_tail) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          await_copies<STAGES - 1>();
+          const int i = s * 4 + j;
+          if (HAS(s)) {
+            await_copies<STAGES - 1>();
 #pragma unroll
-          for (int r = 0; r < R; r++) {
-            const Quad a = ring[(slot * R + r) * VECS * 32 + lane];
+            for (int r = 0; r < R; r++) {
+              const Quad a = ring[(i % STAGES * R + r) * 32];
 #pragma unroll
-            for (int n = 0; n < NT; n++) mma(acc[r][n], a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
+              for (int n = 0; n < NT; n++) mma(acc[r][n].v, a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
+            }
           }
-          ask(slot);
-          slot = slot + 1 == STAGES ? 0 : slot + 1;
+          if (i + STAGES < KSTEPS * 4) ask_tail(i + STAGES);
+          commit_copies();
         }
         continue;
       }
 #endif
-      await_copies<STAGES - 1>();
+      const int slot = KSTEPS % STAGES == 0 ? s % STAGES : STAGES % KSTEPS == 0 ? turn + s : turn;
+      if (HAS(s)) {
+        await_copies<STAGES - 1>();
 #pragma unroll
-      for (int r = 0; r < R; r++) {
-        const Quad* mine = ring + ((slot * R + r) * VECS) * 32 + lane;
+        for (int r = 0; r < R; r++) {
+          const Quad* mine = ring + ((slot * R + r) * VECS) * 32;
 #if SCALED
-        const u32* s = ring_scales + ((slot * R + r) * 32 + lane) * WORDS;
-        Quad q[VECS];
+          const u32* scale = ring_scales + (slot * R + r) * 32 * WORDS;
+          Quad word[VECS];
 #pragma unroll
-        for (int v = 0; v < VECS; v++) q[v] = mine[v * 32];
+          for (int v = 0; v < VECS; v++) word[v] = mine[v * 32];
 #pragma unroll
-        for (int part = 0; part < GROUPS; part++) {
-          float p[NT][4] = {};
-          u32 shift0 = 0xC308C308u, shift1 = 0xC308C308u;  // -136
+          for (int q = 0; q < GROUPS; q++) {
+            Sums p[NT];
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+              p[n] = starts[((s * GROUPS + q) * NT + n) * 4 + t];
 #if ASYM
-          shift0 = both(s[GROUPS + part] & 0xFFFFu), shift1 = both(s[GROUPS + part] >> 16);
+#pragma unroll
+              for (int i = 0; i < 4; i++) p[n].v[i] *= i < 2 ? low(scale[GROUPS + q]) : high(scale[GROUPS + q]);
 #endif
+            }
 #pragma unroll
-          for (int j = part * (4 / GROUPS); j < (part + 1) * (4 / GROUPS); j++) {
-            u32 a[4];
-#if BITS == 4
+            for (int v = 0; v < VECS; v++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-              a[i] = fma2(nibbles(q[0].v[j] >> (4 * i)), 0x3F803F80u, i & 1 ? shift1 : shift0);
+              for (int j = q * (4 / GROUPS); j < (q + 1) * (4 / GROUPS); j++) {
+                u32 a[4];
 #pragma unroll
-            for (int n = 0; n < NT; n++) mma(p[n], a[0], a[1], a[2], a[3], b[n][j * 2], b[n][j * 2 + 1]);
-#else  // q = 16 h + l: two products into the same sums, 16 (128 + h + 8) - 2176 and (128 + l) - 128
+                for (int i = 0; i < 4; i++) a[i] = nibbles(word[v].v[j] >> (4 * i));
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = fma2(nibbles(q[0].v[j] >> (4 * i)), 0x41804180u, 0xC508C508u);
+                for (int n = 0; n < NT; n++) mma(p[n].v, a[0], a[1], a[2], a[3], b[n][j * 2], b[n][j * 2 + 1]);
+              }
+              if (v + 1 < VECS)  // q = 16 h + l: 16 (128 + h + 8 - 144) + 128 + l
 #pragma unroll
-            for (int n = 0; n < NT; n++) mma(p[n], a[0], a[1], a[2], a[3], b[n][j * 2], b[n][j * 2 + 1]);
+                for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = fma2(nibbles(q[VECS - 1].v[j] >> (4 * i)), 0x3F803F80u, 0xC300C300u);
+                  for (int i = 0; i < 4; i++) p[n].v[i] *= 16.0f;
+            }
+            const float s0 = low(scale[q]), s1 = high(scale[q]);
 #pragma unroll
-            for (int n = 0; n < NT; n++) mma(p[n], a[0], a[1], a[2], a[3], b[n][j * 2], b[n][j * 2 + 1]);
-#endif
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+              for (int i = 0; i < 4; i++) acc[r][n].v[i] += p[n].v[i] * (i < 2 ? s0 : s1);
           }
-          const float s0 = low(s[part]), s1 = high(s[part]);
-#pragma unroll
-          for (int n = 0; n < NT; n++) {
-            acc[r][n][0] += p[n][0] * s0, acc[r][n][1] += p[n][1] * s0;
-            acc[r][n][2] += p[n][2] * s1, acc[r][n][3] += p[n][3] * s1;
-          }
-        }
 #else
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          Quad a = mine[j * 32];
+          for (int j = 0; j < 4; j++) {
+            const Quad a = mine[j * 32];
 #pragma unroll
-          for (int n = 0; n < NT; n++) mma(acc[r][n], a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
-        }
+            for (int n = 0; n < NT; n++) mma(acc[r][n].v, a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
+          }
 #endif
+        }
       }
-      ask(slot);
-      slot = slot + 1 == STAGES ? 0 : slot + 1;
+      ask(group + (s + STAGES) / KSTEPS * stride, (s + STAGES) % KSTEPS, slot);
+      commit_copies();
+      if (KSTEPS % STAGES && STAGES % KSTEPS) turn = turn + 1 == STAGES ? 0 : turn + 1;
     }
+    if (STAGES > KSTEPS && STAGES % KSTEPS == 0) turn = turn + KSTEPS == STAGES ? 0 : turn + KSTEPS;
 
-    float* own = sums + warp * R * 16 * PITCH;
+    Sums* own = sums + (half * WARPS + warp) * ITEMS * 32 + lane;
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int n = 0; n < NT; n++) own[(r * NT + n) * 32] = acc[r][n];
+    __syncthreads();  // the other half is free again too: all have left it behind
 #pragma unroll
-        for (int i = 0; i < 4; i++) own[(r * 16 + g + (i >> 1) * 8) * PITCH + n * 8 + t * 2 + (i & 1)] = acc[r][n][i];
+    for (int c = 0; c < OWN; c++) {
+      const int item = c * WARPS + (warp >= lead ? warp - lead : warp - lead + WARPS);
+      if (item >= ITEMS) continue;
+      Sums total = add_warps(half, item);
+#if SPLIT > 1
+      const i64 at = ((i64)blockIdx.y * groups + group) * SPLIT + slice;
+      partial[(at * ITEMS + item) * 32 + lane] = total;
 #if NORM
-    if (measure) {
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if ((i >> 1) == (n & 1) && g == t * 2 + (i & 1)) squares[warp * NT * 8 + n * 8 + g] = gram[n][i];
-    }
+      if (item == 0) {
+        float* partial_squares = (float*)(partial + (i64)gridDim.y * groups * SPLIT * ITEMS * 32) + at * NT * 8;
+        for (int row = lane; row < NT * 8; row += 32) partial_squares[row] = inverse[row];
+      }
 #endif
-    __syncthreads();
+#else
 #if NORM
-    if (measure) {
-      float sum = 0;
-      if (threadIdx.x < NT * 8)
-        for (int w = 0; w < WARPS; w++) sum += squares[w * NT * 8 + threadIdx.x];
-      __syncthreads();
-      if (threadIdx.x < NT * 8) squares[threadIdx.x] = rsqrtf(sum / K + eps);
-      __syncthreads();
-    }
-#endif
-    auto total = [&](int output, int row) {
-      float sum = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += sums[(w * R * 16 + output) * PITCH + row];
-#if NORM
-      sum *= squares[row];
+      for (int i = 0; i < 4; i++) total.v[i] *= inverse[item % NT * 8 + t * 2 + (i & 1)];
 #endif
-      return sum;
-    };
 #if TOP1
-    for (int row = warp; row < M; row += WARPS) {
-      float score = -as_float(0x7F800000u);
-      int id = 0x7FFFFFFF;
-      for (int output = lane; output < R * 16; output += 32)
-        if (group * R * 16 + output < N) {
-          const float sum = total(output, row);
-          if (sum > score) score = sum, id = group * R * 16 + output;
-        }
-      for (int half = 16; half; half >>= 1) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, score, half);
-        const int other_id = __shfl_xor_sync(0xFFFFFFFFu, id, half);
-        if (other > score || (other == score && other_id < id)) score = other, id = other_id;
-      }
-      if (lane == 0 && score > top_score[row]) top_score[row] = score, top_id[row] = id;  // ids grow from group to group
-    }
-#else
-#if GATED
-#define OUTPUTS (R * 8)
-#else
-#define OUTPUTS (R * 16)
-#endif
-    for (int i = threadIdx.x; i < M * OUTPUTS / 2; i += THREADS) {
-      const int row = i / (OUTPUTS / 2), pair = i % (OUTPUTS / 2) * 2;
-#if TAIL
-      const i64 column = (i64)group * OUTPUTS + pair + (in_tail ? N : 0);
-      if (column >= (in_tail ? N + tail_N : N)) continue;
-#else
-      const i64 column = (i64)group * OUTPUTS + pair;
-      if (column >= (GATED ? N / 2 : N)) continue;
-#endif
-      float value[2];
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-#if GATED
-        const int gate = (pair >> 3) * 16 + (pair & 7) + e;
-        const float z = total(gate, row);
-        value[e] = z / (1.0f + expf(-z)) * total(gate + 8, row);
-#else
-        value[e] = total(pair + e, row);
-#endif
+      for (int i = 0; i < 4; i++) {  // ids grow, so the first of equals stays
+        const int output = (group * R + item / NT) * 16 + g + (i >> 1) * 8;
+        if (output < N && total.v[i] > score[c][i & 1]) score[c][i & 1] = total.v[i], id[c][i & 1] = output;
       }
-#if RESIDUAL
-      const u32 old = load_word(residual + (i64)(first_row + row) * residual_stride + column);
-      value[0] += low(old), value[1] += high(old);
+#else
+      finish(group, item, total);
 #endif
-      *(u32*)(y + (i64)(first_row + row) * y_stride + column) = to_bf16x2(value[0], value[1]);
+#endif
     }
-#endif
+    half ^= 1;
+    if (!TOP1 && ITEMS < WARPS) lead = lead + ITEMS >= WARPS ? lead + ITEMS - WARPS : lead + ITEMS;
     if (in_tail) break;
-    __syncthreads();
   }
   await_copies<0>();
+
+#if SPLIT > 1
+  const int done = first_group < groups ? (groups - first_group + stride - 1) / stride : 0;
+  int* last = (int*)sums;
+  __threadfence();
+  for (int base = 0; base < done; base += THREADS) {
+    const int here = done - base < THREADS ? done - base : THREADS;
+    __syncthreads();
+    if ((int)threadIdx.x < here) {
+      int* counter = arrived + (i64)blockIdx.y * groups + first_group + (base + threadIdx.x) * stride;
+      last[threadIdx.x] = atomicAdd(counter, 1) == SPLIT - 1;
+      if (last[threadIdx.x]) *counter = 0;
+      __threadfence();
+    }
+    __syncthreads();
+    for (int i = warp; i < here * ITEMS; i += WARPS) {
+      if (!last[i / ITEMS]) continue;
+      const int group = first_group + (base + i / ITEMS) * stride, item = i % ITEMS;
+      const i64 at = ((i64)blockIdx.y * groups + group) * SPLIT;
+      Sums slices[SPLIT], total = {};
+#pragma unroll
+      for (int z = 0; z < SPLIT; z++) slices[z] = load_shared_by_blocks(partial + ((at + z) * ITEMS + item) * 32 + lane);
+#pragma unroll
+      for (int z = 0; z < SPLIT; z++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) total.v[e] += slices[z].v[e];
+#if NORM
+      const float* partial_squares = (float*)(partial + (i64)gridDim.y * groups * SPLIT * ITEMS * 32) + at * NT * 8;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float sum = 0;
+        for (int z = 0; z < SPLIT; z++)
+          sum += load_shared_by_blocks(partial_squares + z * NT * 8 + item % NT * 8 + t * 2 + e);
+        const float factor = rsqrtf(sum / (STEPS * 64) + eps);
+        total.v[e] *= factor, total.v[e + 2] *= factor;
+      }
+#endif
+      finish(group, item, total);
+    }
+  }
+#endif
+
 #if TOP1
+  __syncthreads();
+  float* top_score = (float*)sums;  // [R][NT * 8]
+  int* top_id = (int*)(top_score + R * NT * 8);
+#pragma unroll
+  for (int c = 0; c < OWN; c++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      for (int distance = 16; distance >= 4; distance >>= 1) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, score[c][e], distance);
+        const int other_id = __shfl_xor_sync(0xFFFFFFFFu, id[c][e], distance);
+        if (other > score[c][e] || (other == score[c][e] && other_id < id[c][e]))
+          score[c][e] = other, id[c][e] = other_id;
+      }
+      const int item = c * WARPS + warp, at = item * 8 + t * 2 + e;  // = (item / NT) * NT * 8 + row
+      if (g == 0 && item < ITEMS) top_score[at] = score[c][e], top_id[at] = id[c][e];
+    }
+  }
+  __syncthreads();
   for (int row = threadIdx.x; row < M; row += THREADS) {
+    int best = row;
+    for (int at = row + NT * 8; at < R * NT * 8; at += NT * 8)
+      if (top_score[at] > top_score[best] || (top_score[at] == top_score[best] && top_id[at] < top_id[best])) best = at;
     const i64 at = (i64)(first_row + row) * gridDim.x + blockIdx.x;
-    best_score[at] = top_score[row], best_id[at] = top_id[row];
+    best_score[at] = top_score[best], best_id[at] = top_id[best];
   }
 #endif
 }

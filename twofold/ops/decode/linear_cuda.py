@@ -5,7 +5,7 @@ it asks for its weights and then waits. Only for weights that no kernel still in
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,16 +16,20 @@ from twofold.ops.decode.packed_weight import STEP, PackedWeight
 
 MAX_ROW_TILES = 4  # of 8 rows in a block
 SHARED = 99 * 1024  # bytes that a block may have on sm_86
+REGISTERS = 65536  # of a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A block has `warps` that split K, `tiles` of 16 outputs, `row_tiles` of 8 rows, `stages` steps in flight."""
+    """A block has `warps` that split its slice of K (of `split` slices), `tiles` of 16 outputs at once, `row_tiles` of 8
+    rows, `stages` steps in flight; `blocks` fit on a multiprocessor, and no more are launched."""
 
     warps: int
     tiles: int
     row_tiles: int
     stages: int
+    blocks: int = 1
+    split: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +40,42 @@ class Fused:
     tail: bool = False
 
 
-def choose(weight: PackedWeight, rows: int) -> Config:
-    """`warps` depends on K alone, so that a row has the same bits whatever stands beside it."""
+def choose(weight: PackedWeight, rows: int, whole: bool = False) -> Config:
+    """`warps` and `split` depend on the weight's shape alone, so that a row has the same bits whatever stands beside it.
+    `whole`: K is not split over blocks (top-1 and tails)."""
     steps = weight.num_inputs // STEP
-    warps = 16 if steps >= 128 else 8 if steps >= 16 else max(1, steps // 2)
-    tiles = 2 if weight.num_outputs >= 8192 and weight.bits < 16 else 1
+    split = 1 if whole or steps < 64 or weight.num_outputs > 4096 else -(-steps // 16)
+    warps = 8 if steps // split >= 16 else max(1, steps // 2)
+    if split == 1 and steps > 64:
+        warps = 16
     row_tiles = 1 if rows <= 8 else 2 if rows <= 16 else MAX_ROW_TILES
-    planes = weight.words.shape[2]
-    stages = max(2, min(-(-steps // warps), 6 // planes))
-    config = Config(warps=warps, tiles=tiles, row_tiles=row_tiles, stages=stages)
+    depth = -(-steps // (split * warps))
+    stages = depth if weight.words.shape[2] > 1 else 2 * depth
+    config = Config(warps=warps, tiles=1, row_tiles=row_tiles, stages=stages, blocks=1, split=split)
     while shared_bytes(weight, config) > SHARED and config.stages > 1:
         config = replace(config, stages=config.stages - 1)
-    return config
+    fits_twice = warps <= 8 and config.row_tiles <= 2 and depth <= 5 and 2 * shared_bytes(weight, config) <= 200 * 1024
+    return replace(config, blocks=2) if fits_twice else config
+
+
+def streams(weight: PackedWeight, config: Config) -> bool:
+    """Whether a warp's part of x is too large to stay in registers."""
+    depth = -(-weight.num_inputs // (STEP * config.split * config.warps))
+    left = min(255, REGISTERS // (config.blocks * config.warps * 32) // 8 * 8)
+    return depth * config.row_tiles * 8 + 24 + 12 * config.row_tiles * config.tiles > left
+
+
+def validate(weight: PackedWeight, config: Config, capability: tuple[int, int]) -> None:
+    """ValueError where no multiprocessor can hold a block of this division of work."""
+    most = {(8, 0): 163, (8, 7): 163}.get(capability, 99 if capability < (9, 0) or capability >= (12, 0) else 227)
+    steps = weight.num_inputs // STEP
+    shared = shared_bytes(weight, config)
+    if min(astuple(config)) < 1 or config.warps > 32 or config.split > steps:
+        raise ValueError(f"{config} for {steps} steps: every number is 1 or more, at most 32 warps and {steps} slices")
+    if shared > most * 1024:
+        raise ValueError(f"{config} needs {shared} bytes of shared memory, a block has {most * 1024}; use fewer stages")
+    if config.blocks * config.warps > 64:
+        raise ValueError(f"{config} has more than 64 warps on a multiprocessor; use fewer blocks")
 
 
 def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ...]:
@@ -56,10 +84,14 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
         "GROUP": weight.group_size,
         "ASYM": weight.asymmetric,
         "GATED": weight.gated,
+        "STEPS": weight.num_inputs // STEP,
+        "SPLIT": config.split,
         "WARPS": config.warps,
         "R": config.tiles,
         "NT": config.row_tiles,
         "STAGES": config.stages,
+        "BLOCKS": config.blocks,
+        "STREAM": streams(weight, config),
         "NORM": fused.norm,
         "RESIDUAL": fused.residual,
         "TOP1": fused.top1,
@@ -69,17 +101,58 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
 
 
 def shared_bytes(weight: PackedWeight, config: Config) -> int:
-    """As linear.cu divides it: the ring of weights and scales, the partial sums, squares, the best so far."""
+    """As linear.cu divides it: the ring of weights and scales, two sets of partial sums, where the sums of a scale group
+    start, the norm's weight, squares."""
     threads = config.warps * 32
     words = 0 if weight.scales is None else weight.scales.shape[-1]
-    ring = threads * config.stages * config.tiles * (16 * weight.words.shape[2] + 4 * words)
     rows = config.row_tiles * 8
-    sums = config.warps * config.tiles * 16 * (rows + 1) * 4
-    return ring + sums + config.warps * rows * 4 + rows * 8
+    depth = -(-weight.num_inputs // (STEP * config.split * config.warps))
+    ring = threads * config.stages * config.tiles * (16 * weight.words.shape[2] + 4 * words)
+    sums = 2 * threads * config.tiles * config.row_tiles * 16
+    parts = 0 if weight.scales is None else 2 if weight.group_size == 32 else 1
+    starts = config.warps * depth * parts * config.row_tiles * 64
+    return ring + sums + starts + config.warps * depth * 128 + (config.warps + 1) * rows * 4
+
+
+def partial_sizes(weight: PackedWeight, config: Config, rows: int) -> tuple[int, int]:
+    """(bytes of partial sums, counters) that slices of K leave for each other."""
+    groups = -(-weight.words.shape[0] // config.tiles) * -(-rows // (8 * config.row_tiles))
+    if config.split == 1:
+        return 0, 0
+    return groups * config.split * config.row_tiles * (config.tiles * 512 + 32), groups
+
+
+def grid(weight: PackedWeight, config: Config, rows: int, tail: PackedWeight | None, resident: int) -> tuple[int, int]:
+    """Blocks that stay on `resident` places, for as many groups of tiles each as there are; the tail's come on top."""
+    y = -(-rows // (8 * config.row_tiles))
+    more = 0 if tail is None else -(-tail.words.shape[0] // config.tiles)
+    groups = -(-weight.words.shape[0] // config.tiles)
+    places = max(1, (resident // y - more) // config.split)
+    return min(groups, places) * config.split + more, y
 
 
 def top1_shared_bytes() -> int:
     return 256 * 12
+
+
+@functools.cache
+def _resident(options: tuple[str, ...], device: int, threads: int, shared: int) -> int:
+    return _kernels(options, device)["packed_linear"].resident_blocks(threads, shared)
+
+
+@functools.cache
+def _shared_by_blocks(device: int, num_bytes: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Partial sums, and zeros that kernels leave as zeros. Kernels on one stream follow each other, also where they
+    overlap (they write behind the wait); only one stream of a device may run products at a time."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a product's workspace is made at its first call; call it once before it is captured")
+    where = torch.device("cuda", device)
+    made = (
+        torch.empty(num_bytes, dtype=torch.uint8, device=where),
+        torch.zeros(counters, dtype=torch.int32, device=where),
+    )
+    torch.cuda.synchronize(where)
+    return made
 
 
 @functools.cache
@@ -103,7 +176,7 @@ def packed_linear(
     """[M, N] (N / 2 if gated), bfloat16. x, residual and out may be rows of a wider tensor, on 16 bytes; out may be the
     residual. `tail` is of 16 bits, behind a weight of 4 that is not gated."""
     rows = x_MK.shape[0]
-    config = config or choose(weight, rows)
+    config = config or choose(weight, rows, whole=tail is not None)
     width = weight.out_features + (0 if tail is None else tail.out_features)
     y = x_MK.new_empty(rows, width) if out_MN is None else out_MN
     _check(x_MK, weight, y, residual_MN, norm_K, width)
@@ -113,8 +186,10 @@ def packed_linear(
         assert tail.num_inputs == weight.num_inputs
         assert not weight.gated
         assert not tail.gated
+        assert config.split == 1
     fused = Fused(norm=norm_K is not None, residual=residual_MN is not None, tail=tail is not None)
-    _launch(x_MK, weight, config, fused, norm_K, eps, residual_MN, y, None, None, None, overlap, tail)
+    blocks = _blocks(x_MK, weight, config, fused, tail)
+    _launch(x_MK, weight, config, fused, norm_K, eps, residual_MN, y, None, None, blocks, overlap, tail)
     return y
 
 
@@ -130,15 +205,16 @@ def top1(
     """(ids [M] int64, scores [M] float32), without the scores of all outputs ever being in memory."""
     assert not weight.gated
     rows = x_MK.shape[0]
-    config = config or choose(weight, rows)
+    config = config or choose(weight, rows, whole=True)
+    assert config.split == 1
     _check(x_MK, weight, None, None, norm_K, 0)
     fused = Fused(norm=norm_K is not None, top1=True)
     kernels = _kernels(defines(weight, config, fused), x_MK.device.index)
-    groups = -(-weight.words.shape[0] // config.tiles)
-    blocks = min(groups, kernels["packed_linear"].resident_blocks(config.warps * 32, shared_bytes(weight, config)))
+    grid_size = _blocks(x_MK, weight, config, fused, None)
+    blocks = grid_size[0]
     part_score = x_MK.new_empty(rows, blocks, dtype=torch.float32)
     part_id = x_MK.new_empty(rows, blocks, dtype=torch.int64)
-    _launch(x_MK, weight, config, fused, norm_K, eps, None, None, part_score, part_id, blocks, overlap)
+    _launch(x_MK, weight, config, fused, norm_K, eps, None, None, part_score, part_id, grid_size, overlap)
     scores, ids = x_MK.new_empty(rows, dtype=torch.float32), x_MK.new_empty(rows, dtype=torch.int64)
     best = kernels["best_of_parts"]
     best((rows, 1), 256, top1_shared_bytes(), (part_score, part_id, scores, ids, blocks), overlap)
@@ -159,6 +235,17 @@ def unpack(weight: PackedWeight, out_NK: Tensor | None = None) -> Tensor:
     return dense
 
 
+def _blocks(
+    x_MK: Tensor, weight: PackedWeight, config: Config, fused: Fused, tail: PackedWeight | None
+) -> tuple[int, int]:
+    device = x_MK.device.index
+    shared = shared_bytes(weight, config)
+    validate(weight, config, torch.cuda.get_device_capability(device))
+    resident = _resident(defines(weight, config, fused), device, config.warps * 32, shared)
+    places = min(resident, config.blocks * torch.cuda.get_device_properties(device).multi_processor_count)
+    return grid(weight, config, x_MK.shape[0], tail, places)
+
+
 def _launch(
     x_MK: Tensor,
     weight: PackedWeight,
@@ -170,22 +257,23 @@ def _launch(
     y_MN: Tensor | None,
     part_score: Tensor | None,
     part_id: Tensor | None,
-    blocks: int | None,
+    blocks: tuple[int, int],
     overlap: bool,
     tail: PackedWeight | None = None,
 ) -> None:
     kernel = _kernels(defines(weight, config, fused), x_MK.device.index)["packed_linear"]
     rows = x_MK.shape[0]
-    groups = -(-weight.words.shape[0] // config.tiles)
-    if tail is not None:
-        groups += -(-tail.words.shape[0] // config.tiles)
-    grid = (blocks or groups, -(-rows // (8 * config.row_tiles)))
+    num_bytes, counters = partial_sizes(weight, config, rows)
+    shared_by_blocks: tuple[Tensor | None, Tensor | None] = (None, None)
+    if counters:  # sizes rounded up, so that there are few
+        sizes_up = 1 << (num_bytes - 1).bit_length(), 1 << (counters - 1).bit_length()
+        shared_by_blocks = _shared_by_blocks(x_MK.device.index, *sizes_up)
     more, more_outputs = (None, 0) if tail is None else (tail.words, tail.num_outputs)
-    tensors = weight.words, weight.scales, x_MK, norm_K, residual_MN, y_MN, part_score, part_id, more
-    sizes = rows, weight.num_outputs, weight.num_inputs, more_outputs
+    tensors = weight.words, weight.scales, x_MK, norm_K, residual_MN, y_MN, part_score, part_id, more, *shared_by_blocks
+    sizes = rows, weight.num_outputs, more_outputs
     strides = x_MK.stride(0), *(0 if x is None else x.stride(0) for x in (residual_MN, y_MN))
     shared = shared_bytes(weight, config)
-    kernel(grid, config.warps * 32, shared, (*tensors, float(eps), *sizes, *strides), overlap)
+    kernel(blocks, config.warps * 32, shared, (*tensors, float(eps), *sizes, *strides), overlap)
 
 
 def _check(
