@@ -54,9 +54,20 @@ PRODUCTS: dict[str, tuple[int, int, int, int, bool, bool, bool, int]] = {
 }
 TAILS = {"gdn qkv z, a b": 64}  # outputs of 16 bits in the same launch
 HEADS = {"head int4": (4, 128), "head int8": (8, 128), "head bf16": (16, 0)}
-# (warps, tiles, stages)
-CONFIGS = ((4, 1, 8), (4, 2, 5), (4, 2, 10), (5, 2, 8), (8, 1, 5), (8, 2, 3), (8, 2, 5), (8, 4, 3), (10, 1, 4),
-           (16, 1, 4), (16, 1, 9), (16, 2, 3))  # fmt: skip
+# (warps, tiles, stages, blocks on a multiprocessor, slices of K); for long K the last ones
+CONFIGS = ((8, 1, 5, 2, 1), (8, 1, 10, 2, 1), (8, 2, 5, 2, 1), (8, 2, 10, 1, 1), (8, 1, 5, 3, 1), (10, 1, 8, 1, 1),
+           (10, 2, 4, 2, 1), (16, 1, 6, 1, 1), (20, 1, 4, 1, 1), (20, 1, 8, 1, 1), (20, 2, 4, 1, 1))  # fmt: skip
+LONG = ((8, 1, 4, 1, 4), (8, 1, 8, 2, 4), (8, 1, 4, 2, 8), (8, 1, 8, 1, 8), (8, 2, 4, 2, 8), (8, 2, 4, 1, 4),
+        (16, 1, 4, 1, 4), (16, 1, 6, 1, 2), (16, 1, 3, 1, 3), (16, 1, 8, 1, 1), (16, 2, 4, 1, 4))  # fmt: skip
+
+
+def divisions(weight: PackedWeight, chosen: Config, whole: bool) -> list[Config]:
+    found = []
+    for warps, tiles, stages, blocks, split in CONFIGS if whole or weight.num_inputs < 4096 else LONG:
+        config = Config(warps=warps, tiles=tiles, row_tiles=chosen.row_tiles, stages=stages, blocks=blocks, split=split)
+        if linear_cuda.shared_bytes(weight, config) * blocks <= 220 * 1024:
+            found.append(config)
+    return found
 
 
 def microseconds(calls: list[Callable[[], Any]], least: int = 24) -> float:
@@ -113,10 +124,6 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-def fits(weight: PackedWeight, config: Config) -> bool:
-    return linear_cuda.shared_bytes(weight, config) <= 220 * 1024 and weight.num_inputs // 64 >= config.warps
-
-
 def products(rows: int, sweep: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (outputs, inputs, bits, group, normed, gated, added, _) in PRODUCTS.items():
@@ -134,9 +141,9 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
             calls = [partial(linear_cuda.packed_linear, x, w, config=config, overlap=overlap, **extra) for w in weights]
             return microseconds(calls)
 
-        chosen = linear_cuda.choose(first, rows)
-        tried = [Config(warps=w, tiles=r, row_tiles=chosen.row_tiles, stages=s) for w, r, s in CONFIGS] if sweep else []
-        tried = [config for config in tried if fits(first, config)]
+        whole = name in TAILS
+        chosen = linear_cuda.choose(first, rows, whole)
+        tried = divisions(first, chosen, whole) if sweep else []
         compile_all(first, [chosen, *tried], fused)
         expected = packed_linear(x, first, **extra)
         dense = torch.randn(outputs, inputs, device="cuda").bfloat16()
@@ -170,9 +177,8 @@ def heads(rows: int, sweep: bool) -> dict[str, Any]:
     x = torch.randn(rows, 2560, device="cuda").bfloat16()
     for name, (bits, group) in HEADS.items():
         weight = random_weight(248_320, 2560, bits, group, False)
-        chosen = linear_cuda.choose(weight, rows)
-        tried = [Config(warps=w, tiles=r, row_tiles=chosen.row_tiles, stages=s) for w, r, s in CONFIGS] if sweep else []
-        tried = [config for config in tried if fits(weight, config)]
+        chosen = linear_cuda.choose(weight, rows, whole=True)
+        tried = divisions(weight, chosen, True) if sweep else []
         compile_all(weight, [chosen, *tried], Fused(top1=True))
         dense = linear_cuda.unpack(weight)
         scores = F.linear(x, dense).float()

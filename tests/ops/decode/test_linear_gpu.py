@@ -104,13 +104,25 @@ def test_every_division_of_the_work(warps: int, tiles: int) -> None:
     x = rows_of(13, 2560)
     expected = x.double() @ unpack(weight, torch.float32).double().T
     most = cuda.most_shared(0)
-    for stages in (1, 4):
-        config = Config(warps=warps, tiles=tiles, row_tiles=2, stages=stages)
-        if linear_cuda.shared_bytes(weight, config) > most:  # 16 warps of 4 tiles in 4 stages need 229 KiB
+    for stages, blocks, split in ((1, 1, 1), (3, 1, 2), (2, 2, 3)):
+        config = Config(warps=warps, tiles=tiles, row_tiles=2, stages=stages, blocks=blocks, split=split)
+        if linear_cuda.shared_bytes(weight, config) > most:
             with pytest.raises(ValueError, match="shared memory"):
                 linear_cuda.packed_linear(x, weight, config=config)
         else:
             assert relative(linear_cuda.packed_linear(x, weight, config=config), expected) < 0.003
+
+
+def test_slices_of_k_come_together_in_every_run() -> None:
+    weight = on_gpu("w4", 2560, 9216)
+    residual = rows_of(16, 2560)
+    x = rows_of(16, 9216)
+    first = linear_cuda.packed_linear(x, weight, residual_MN=residual)
+    expected = x.double() @ unpack(weight, torch.float32).double().T + residual.double()
+    assert relative(first, expected) < 0.003
+    assert all(
+        torch.equal(linear_cuda.packed_linear(x, weight, residual_MN=residual, overlap=True), first) for _ in range(200)
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,11 +1,13 @@
 """Packing against the plain dequantization, and the CUDA C++ kernel, run on the CPU, against the plain product."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.ops.decode import emulated
-from twofold.ops.decode.linear_cuda import Config
+from twofold.ops.decode.linear_cuda import Config, choose, streams, validate
 from twofold.ops.decode.packed_weight import (
     PackedWeight,
     pack_bf16,
@@ -154,13 +156,38 @@ def test_kernel_with_a_tail(rows: int, blocks: int, config: Config) -> None:
 
 
 @needs_compiler
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+@pytest.mark.parametrize("split", [1, 2])
+def test_rows_do_not_depend_on_their_neighbours(split: int) -> None:
     torch.manual_seed(0)
-    weight, _ = random_weight("w4", 64, 512)
-    x = torch.randn(16, 512).bfloat16()
-    one = Config(warps=4, tiles=2, row_tiles=1, stages=3)
-    (many,) = emulated.linear(x, weight, Config(warps=4, tiles=2, row_tiles=2, stages=2), 9)
+    weight, _ = random_weight("w4", 64, 768)
+    x = torch.randn(16, 768).bfloat16()
+    one = Config(warps=4, tiles=2, row_tiles=1, stages=3, split=split)
+    (many,) = emulated.linear(x, weight, Config(warps=4, tiles=1, row_tiles=2, stages=2, split=split), 9)
+    four = Config(warps=4, tiles=1, row_tiles=4, stages=1, blocks=8, split=split)  # reads x again for every tile
+    assert streams(weight, replace(four, blocks=16))
+    assert torch.equal(emulated.linear(x, weight, replace(four, blocks=16), 2)[0], many)
     assert all(torch.equal(emulated.linear(x[i : i + 1], weight, one, 9)[0][0], many[i]) for i in (0, 7, 8, 15))
+
+
+@needs_compiler
+def test_slices_of_k_with_a_norm() -> None:
+    torch.manual_seed(0)
+    weight, _ = random_weight("w4", 96, 384, gated=True)
+    x, norm = torch.randn(13, 384).bfloat16(), torch.rand(384).bfloat16()
+    (y,) = emulated.linear(x, weight, SLICES, 3, norm_K=norm, eps=1e-3)
+    assert relative(y, packed_linear(x.float(), weight, norm_K=norm, eps=1e-3)) < 0.006
+
+
+def test_divisions_that_no_multiprocessor_holds() -> None:
+    weight, _ = random_weight("w4", 64, 4096)
+    good = choose(weight, 16)
+    validate(weight, good, (8, 6))
+    with pytest.raises(ValueError, match="use fewer stages"):
+        validate(weight, replace(good, stages=200), (9, 0))
+    with pytest.raises(ValueError, match="use fewer blocks"):
+        validate(weight, replace(good, blocks=65), (9, 0))
+    with pytest.raises(ValueError, match="at most 32 warps"):
+        validate(weight, replace(good, warps=33), (9, 0))
 
 
 @needs_compiler

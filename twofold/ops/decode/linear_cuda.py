@@ -21,8 +21,8 @@ REGISTERS = 65536  # of a multiprocessor
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A block has `warps` that split its slice of K (of `split` slices), `tiles` of 16 outputs at once, `row_tiles` of 8
-    rows, `stages` steps in flight; `blocks` fit on a multiprocessor, and no more are launched."""
+    """A block has `warps` that split its slice of K (of `split` slices), `tiles` of 16 outputs at once, `row_tiles` of
+    8 rows, `stages` steps in flight; `blocks` fit on a multiprocessor, and no more are launched."""
 
     warps: int
     tiles: int
@@ -41,7 +41,7 @@ class Fused:
 
 
 def choose(weight: PackedWeight, rows: int, whole: bool = False) -> Config:
-    """`warps` and `split` depend on the weight's shape alone, so that a row has the same bits whatever stands beside it.
+    """`warps` and `split` depend on the weight's shape alone: a row has the same bits whatever stands beside it.
     `whole`: K is not split over blocks (top-1 and tails)."""
     steps = weight.num_inputs // STEP
     split = 1 if whole or steps < 64 or weight.num_outputs > 4096 else -(-steps // 16)
@@ -101,8 +101,8 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
 
 
 def shared_bytes(weight: PackedWeight, config: Config) -> int:
-    """As linear.cu divides it: the ring of weights and scales, two sets of partial sums, where the sums of a scale group
-    start, the norm's weight, squares."""
+    """As linear.cu divides it: the ring of weights and scales, two sets of partial sums, where the sums of a scale
+    group start, the norm's weight, squares."""
     threads = config.warps * 32
     words = 0 if weight.scales is None else weight.scales.shape[-1]
     rows = config.row_tiles * 8
