@@ -28,6 +28,7 @@ from torch import Tensor
 
 import twofold
 from twofold.ops.decode import attention, attention_triton, delta, delta_triton, linear_cuda, norms_triton
+from twofold.ops.decode.cuda import most_shared
 from twofold.ops.decode.delta import WindowFactors
 from twofold.ops.decode.linear_cuda import Config, Fused
 from twofold.ops.decode.packed_weight import PackedWeight, packed_linear
@@ -142,7 +143,7 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
             return microseconds(calls)
 
         whole = name in TAILS
-        chosen = linear_cuda.choose(first, rows, whole)
+        chosen = linear_cuda.choose(first, rows, whole, most_shared(0))
         tried = divisions(first, chosen, whole) if sweep else []
         compile_all(first, [chosen, *tried], fused)
         expected = packed_linear(x, first, **extra)
@@ -177,7 +178,7 @@ def heads(rows: int, sweep: bool) -> dict[str, Any]:
     x = torch.randn(rows, 2560, device="cuda").bfloat16()
     for name, (bits, group) in HEADS.items():
         weight = random_weight(248_320, 2560, bits, group, False)
-        chosen = linear_cuda.choose(weight, rows, whole=True)
+        chosen = linear_cuda.choose(weight, rows, True, most_shared(0))
         tried = divisions(weight, chosen, True) if sweep else []
         compile_all(weight, [chosen, *tried], Fused(top1=True))
         dense = linear_cuda.unpack(weight)

@@ -12,7 +12,7 @@ import torch
 
 from tests.ops.decode.on_device import INTERPRETED
 from twofold.ops.decode import linear_cuda
-from twofold.ops.decode.linear_cuda import Fused, choose, defines, shared_bytes
+from twofold.ops.decode.linear_cuda import Fused, choose, defines, validate
 from twofold.ops.decode.packed_weight import PackedWeight
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -137,6 +137,7 @@ def weight(bits: int, group: int, outputs: int, inputs: int, gated: bool = False
         (weight(4, 32, 12288, 2560), Fused(norm=True, tail=True)),
         (weight(4, 128, 19456, 2560, gated=True), Fused(norm=True)),
         (weight(4, 32, 2560, 9216), Fused(residual=True)),
+        (weight(4, 128, 2560, 9728), Fused(residual=True)),
         (weight(4, 128, 248_320, 2560), Fused(top1=True)),
         (weight(8, 128, 248_320, 2560), Fused(top1=True)),
         (weight(16, 0, 64, 2560), Fused(norm=True)),
@@ -144,10 +145,28 @@ def weight(bits: int, group: int, outputs: int, inputs: int, gated: bool = False
 )
 def test_linear(packed: PackedWeight, fused: Fused, tmp_path: Path) -> None:
     source = Path(linear_cuda.__file__).with_name("linear.cu")
+    whole = fused.top1 or fused.tail
     for rows in (1, 16, 64):
-        config = choose(packed, rows)
-        assert shared_bytes(packed, config) <= SHARED[86]
+        for most in SHARED.values():
+            validate(packed, choose(packed, rows, whole, most), most)
+        config = choose(packed, rows, whole, SHARED[90])
         if rows == 16:
             targets = [f"-gencode=arch=compute_{cap},code=sm_{cap}" for cap in SHARED]
             command = ["nvcc", "-fatbin", "-std=c++17", *targets, *defines(packed, config, fused), str(source)]
             subprocess.run([*command, "-o", str(tmp_path / "linear.fatbin")], check=True)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("outputs", [64, 2560, 12_288, 248_320])
+@pytest.mark.parametrize("inputs", [64, 576, 2560, 4096, 9216, 9728, 12_800])
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_shape_has_a_division_and_its_sums_one_order(bits: int, outputs: int, inputs: int, whole: bool) -> None:
+    """Warps and slices of K are the same for any number of rows, on any GPU."""
+    packed = weight(bits, 0 if bits == 16 else 64, outputs, inputs)
+    orders = set()
+    for most in SHARED.values():
+        for rows in (1, 8, 9, 16, 17, 64):
+            config = choose(packed, rows, whole, most)
+            validate(packed, config, most)
+            orders.add((config.warps, config.split))
+    assert len(orders) == 1

@@ -181,13 +181,13 @@ def test_slices_of_k_with_a_norm() -> None:
 def test_divisions_that_no_multiprocessor_holds() -> None:
     weight, _ = random_weight("w4", 64, 4096)
     good = choose(weight, 16)
-    validate(weight, good, (8, 6))
+    validate(weight, good, 99 * 1024)
     with pytest.raises(ValueError, match="use fewer stages"):
-        validate(weight, replace(good, stages=200), (9, 0))
+        validate(weight, replace(good, stages=200), 227 * 1024)
     with pytest.raises(ValueError, match="use fewer blocks"):
-        validate(weight, replace(good, blocks=65), (9, 0))
+        validate(weight, replace(good, blocks=65), 227 * 1024)
     with pytest.raises(ValueError, match="at most 32 warps"):
-        validate(weight, replace(good, warps=33), (9, 0))
+        validate(weight, replace(good, warps=33), 227 * 1024)
 
 
 @needs_compiler

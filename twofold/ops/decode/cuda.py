@@ -67,9 +67,6 @@ class Kernel:
 
     def _allow(self, shared: int) -> None:
         if shared > max(self.shared, 48 * 1024):
-            most = most_shared(self.device)
-            if shared > most:
-                raise ValueError(f"a block would need {shared} bytes of shared memory, of {most}; divide the work less")
             driver = _bindings().driver
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self.function, attribute, shared))
