@@ -141,7 +141,7 @@ def _bench_shape(options: argparse.Namespace) -> None:
     }
     config = EngineBench(accept_length=options.accept_length, **given)
     command = " ".join(["twofold", *options.arguments])
-    _write_json(options.json, bench_shape(options.shape, config, command, overlap=options.overlap))
+    _write_json(options.json, bench_shape(options.shape, config, command, overlap=not options.no_overlap))
 
 
 def _roofline(options: argparse.Namespace) -> None:
@@ -291,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--context", dest="contexts", type=_numbers, metavar="C,...", help="also single cycles at these")
     bench.add_argument("--warm-ups", type=int, metavar="N", help="runs that do not count (default: 5)")
     bench.add_argument("--runs", type=int, metavar="N", help="runs that the medians are of (default: 50)")
-    bench.add_argument("--overlap", action="store_true", help="kernels start before the last has ended (sm_90, newer)")
+    bench.add_argument("--no-overlap", action="store_true", help="kernels wait for the last to end, also on sm_90")
     json_file(bench)
     roofline = add(
         "roofline",

@@ -97,7 +97,7 @@ class Kernels:
         )
 
     @staticmethod
-    def auto(device: torch.device | str, *, overlap: bool = False) -> "Kernels":
+    def auto(device: torch.device | str, *, overlap: bool = True) -> "Kernels":
         """The fastest set that this machine can run on `device`."""
         if torch.device(device).type != "cuda":
             return Kernels.cpu()

@@ -84,7 +84,7 @@ def bench(directory: Path) -> Json:
     return measured
 
 
-def bench_shape(shape: str, config: EngineBench, command: str, *, overlap: bool = False) -> Json:
+def bench_shape(shape: str, config: EngineBench, command: str, *, overlap: bool = True) -> Json:
     """Measures the engine at a shape on this machine's GPU (a tiny one also without), prints and returns it."""
     found = find_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
