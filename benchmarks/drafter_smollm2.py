@@ -155,7 +155,7 @@ class Bench:
         order = list(all_rows(args.first_share, args.group_size))
         self.rows = Rows(self.work / "rows", lambda row: order.index(row["name"]))
         self.measured: dict[str, Acceptance] = {}
-        self.targets: dict[str, CausalLM] = {}
+        self.targets: dict[tuple[str, torch.dtype], CausalLM] = {}
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -216,11 +216,11 @@ class Bench:
 
     # models
 
-    def target(self, kind: str) -> CausalLM:
-        if kind not in self.targets:
+    def target(self, kind: str, dtype: torch.dtype = torch.float32) -> CausalLM:
+        if (kind, dtype) not in self.targets:
             folder = self.args.model if kind == "bf16" else self.int4()
-            self.targets[kind] = load_target(folder, torch.float32, self.kernels).to(self.device).freeze()
-        return self.targets[kind]
+            self.targets[kind, dtype] = load_target(folder, dtype, self.kernels).to(self.device).freeze()
+        return self.targets[kind, dtype]
 
     def int4(self) -> Path:
         """AWQ in groups of 32, healed for a moment by distillation."""
@@ -284,7 +284,8 @@ class Bench:
         return max(rows, key=lambda row: row["accept_length"])
 
     def train(self, name: str, training: Training) -> tuple[Drafter, dict[str, Any]]:
-        config, target = self.config(training), self.target(training.target)
+        config = self.config(training)
+        target = self.target(training.target, config.dtype)
         if training.start is not None:
             drafter = self.drafter(training.start)
         else:
