@@ -62,6 +62,7 @@ from twofold.training.distill import DistillConfig, distill
 from twofold.training.draft import DraftConfig, train_drafter
 from twofold.training.losses import DraftLoss
 from twofold.training.optimizer import OptimizerConfig
+from twofold.training.precision import dtype_of
 
 HARD, SOFT, TV = DraftLoss(hard=1.0), DraftLoss(soft=1.0), DraftLoss(total_variation=1.0)
 MIXED = DraftLoss(hard=0.1, total_variation=0.9)  # DSpark's
@@ -234,7 +235,9 @@ class Bench:
         save_quantized(model, quantize_target(model, *texts, grid, quiet), grid, self.args.model, ptq)
         student = student_of(self.args.model, ptq)
         optimizer = OptimizerConfig(steps=self.args.distill_steps, learning_rate=2e-4, checkpoint_every=10**9)
-        config = DistillConfig(optimizer=optimizer, batch_rows=16, row_length=self.args.row_length)
+        config = DistillConfig(
+            optimizer=optimizer, batch_rows=16, row_length=self.args.row_length, precision=self.args.precision
+        )
         teacher = self.target("bf16")
         distill(student, teacher, self.text, config, 0, NoCheckpoints(), self.progress("target"), dict)
         pack_linears(student)
@@ -285,7 +288,7 @@ class Bench:
 
     def train(self, name: str, training: Training) -> tuple[Drafter, dict[str, Any]]:
         config = self.config(training)
-        target = self.target(training.target, config.dtype)
+        target = self.target(training.target, dtype_of(config.precision))
         if training.start is not None:
             drafter = self.drafter(training.start)
         else:

@@ -125,12 +125,34 @@ def test_scales_embedding_and_head_stay_byte_for_byte(tmp_path: Path) -> None:
         assert torch.equal(student(ids, positions)[0], trained)
 
 
-def test_the_kl_falls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_kl_falls(precision: str, tmp_path: Path) -> None:
     teacher, student = build(HYBRID).requires_grad_(False), fake(build(HYBRID))
-    history = run(student, teacher, tmp_path, settings(steps=60, rate=3e-3, validate_every=20))
+    config = settings(steps=60, rate=3e-3, validate_every=20, precision=precision)
+    history = run(student, teacher, tmp_path, config)
     assert [entry["step"] for entry in history] == [0, 20, 40, 60]
     assert history[0]["kl"] > 1e-3
     assert history[-1]["kl"] < 0.5 * history[0]["kl"]
+
+
+@pytest.mark.parametrize("config", [HYBRID, PLAIN], ids=["hybrid", "plain"])
+@pytest.mark.parametrize("teacher_kind", ["online", "stored", "topk"])
+@pytest.mark.parametrize("head", [False, True])
+def test_in_bfloat16_it_heals_as_in_float32(config: ModelConfig, teacher_kind: str, head: bool, tmp_path: Path) -> None:
+    """Masters stay float32, and their first steps go where float32's go, as far as Adam's, nearly the signs of
+    gradients, let small ones."""
+    students = []
+    for precision in ("float32", "bfloat16"):
+        teacher, student = build(config).requires_grad_(False), fake(build(config), head=head)
+        before = {name: p.detach().clone() for name, p in student.named_parameters()}
+        told = settings(steps=3, precision=precision, teacher=teacher_kind, top_k=16, head=head)
+        run(student, teacher.eval(), tmp_path / precision, told)
+        assert {p.dtype for p in student.parameters()} == {torch.float32}
+        moved = [(p - before[n]).flatten() for n, p in student.named_parameters() if n in trainable(student, head)]
+        students.append(torch.cat(moved))
+    assert students[0].norm() > 0
+    assert torch.nn.functional.cosine_similarity(*students, dim=0) > 0.7
+    assert not torch.equal(*students)
 
 
 def test_stored_features_make_the_same_student(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, t
 from twofold.training.draft import DraftConfig, draft_loss, train_drafter
 from twofold.training.loop import OptimizerConfig
 from twofold.training.losses import HARD, DraftLoss
+from twofold.training.precision import dtype_of
 
 BLOCK, MASK = SHAPE.block_size, SHAPE.mask_token_id
 
@@ -159,7 +160,7 @@ def test_in_bfloat16_the_loss_is_near() -> None:
     config = DraftConfig(optimizer=OptimizerConfig(steps=1, learning_rate=1.0), loss=MIXED)
     losses = []
     for made in (config, replace(config, precision="bfloat16")):
-        head = target.lm_head.weight.detach().to(made.dtype)
+        head = target.lm_head.weight.detach().to(dtype_of(made.precision))
         losses.append(draft_loss(drafter, target, rows, blocks, features, made, head))
     assert losses[1].dtype == torch.float32
     assert losses[0] != losses[1]

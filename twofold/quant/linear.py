@@ -121,7 +121,9 @@ class FakeQuantLinear(nn.Module):
         return _RoundThrough.apply(self.weight, self.scale, self.zero, self.scheme, dtype, self.clip_gradient)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dense_weight(x.dtype), self.bias)
+        cast = torch.is_autocast_enabled(x.device.type)  # rounded to what the product takes, not cast once more
+        dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+        return F.linear(x, self.dense_weight(dtype), self.bias)
 
     def extra_repr(self) -> str:
         return _describe(self.in_features, self.out_features, self.scheme)

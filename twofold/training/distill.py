@@ -19,6 +19,7 @@ from twofold.quant.linear import FakeQuantLinear
 from twofold.training.divergence import Divergence, linear_divergence, top_k_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.optimizer import OptimizerConfig
+from twofold.training.precision import Precision, autocast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class DistillConfig:
     `top_k_divergence`). `scales`: "learned" ones have a learning rate of their own, a tenth of the weights' unless
     given, and no weight decay. `head`: the head learns too, where it is quantized; without `layers` it learns alone, in
     steps that cost a quarter. `best`: the weights kept are those of the validation with the least KL; without it the
-    last ones.
+    last ones. `precision`: of products and activations, the student's and the teacher's; masters stay float32.
     """
 
     optimizer: OptimizerConfig
@@ -50,6 +51,7 @@ class DistillConfig:
     best: bool = False
     activation_checkpointing: bool = False  # least memory: a layer's inner activations are computed again
     vocab_chunk: int = 32_768
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         if self.teacher == "topk" and self.divergence != "forward_kl":
@@ -97,15 +99,17 @@ def distill(
         parameter.requires_grad_(True)
     student.checkpointing = config.activation_checkpointing
     loss_of = _loss_to(teacher, rows, config)
-    frozen_head = None if config.head else dense_weight(student.lm_head, student.norm.weight.dtype)
+    dtype = _head_dtype(student, config)
+    frozen_head = None if config.head else dense_weight(student.lm_head, dtype)
 
     def loss_at(step: int) -> Tensor:
         numbers = rows.batch(config.batch_rows, step, seed)
         batch = rows.select(numbers).to(student.device)
         counted = batch.answer_NT if config.tokens == "answer" else batch.used_NT
-        hidden, _ = student(batch.token_ids_NT, batch.positions_NT)
-        head_VD = _head(student, hidden.dtype) if frozen_head is None else frozen_head
-        return loss_of(hidden[counted], head_VD, numbers, counted)
+        with autocast(config.precision, student.device):
+            hidden, _ = student(batch.token_ids_NT, batch.positions_NT)
+        head_VD = _head(student, dtype) if frozen_head is None else frozen_head
+        return loss_of(hidden[counted].to(dtype), head_VD, numbers, counted)
 
     def blame(step: int) -> str:
         batch = rows.select(rows.batch(config.batch_rows, step, seed)).to(student.device)
@@ -127,6 +131,11 @@ def distill(
     return history
 
 
+def _head_dtype(model: CausalLM, config: DistillConfig) -> torch.dtype:
+    """In which the hidden states are multiplied with the head."""
+    return torch.bfloat16 if config.precision == "bfloat16" else model.norm.weight.dtype
+
+
 def _head(student: CausalLM, dtype: torch.dtype) -> Tensor:
     assert isinstance(student.lm_head, FakeQuantLinear)
     return student.lm_head.dense_weight(dtype)
@@ -145,14 +154,17 @@ def _loss_to(
 
         return to_kept
 
-    features = feature_source(teacher, rows, (), config.teacher == "stored", config.batch_rows)
-    teacher_head_VD = dense_weight(teacher.lm_head, teacher.norm.weight.dtype)
+    with autocast(config.precision, teacher.device):
+        features = feature_source(teacher, rows, (), config.teacher == "stored", config.batch_rows)
+    teacher_head_VD = dense_weight(teacher.lm_head, _head_dtype(teacher, config))
 
     def to_all(student_MD: Tensor, head_VD: Tensor, numbers: Tensor, counted: Tensor) -> Tensor:
+        with autocast(config.precision, teacher.device):
+            hidden = features(numbers).hidden
         return linear_divergence(
             student_MD,
             head_VD,
-            features(numbers).hidden[counted],
+            hidden[counted].to(teacher_head_VD.dtype),
             teacher_head_VD,
             kind=config.divergence,
             chunk=config.vocab_chunk,

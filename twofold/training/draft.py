@@ -20,6 +20,7 @@ from twofold.training.divergence import label_logprobs, linear_cross_entropy, li
 from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.losses import HARD, DraftLoss, block_weights, dpace_weights
 from twofold.training.optimizer import OptimizerConfig
+from twofold.training.precision import Precision, autocast, dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class DraftConfig:
     anchors: int = 24
     heldout_rows: int = 16  # of the held-out answers, that validation reads
     store_features: bool = False  # the target reads every row once, not once an epoch; see `data.features`
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     vocab_chunk: int = 32_768
     quantize: QuantScheme | None = None
     scales: Literal["frozen", "learned"] = "frozen"
@@ -59,14 +60,6 @@ class DraftConfig:
         if self.scale_learning_rate is not None and self.scales == "frozen":
             raise ValueError('scale_learning_rate is for scales = "learned"; set that or leave it out')
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
-
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """For the networks; a loss sums in float32, so it stays outside."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
-
 
 def draft_loss(
     drafter: Drafter,
@@ -80,7 +73,7 @@ def draft_loss(
     """sum_m w_m l_m / sum_m w_m over the valid guesses, l the mixture of `DraftLoss` and w the decay; with D-PACE's
     weights the sum is divided by the number of blocks. `head_VD` is the target's head, whose dtype the products have.
     """
-    with config.autocast(target.device):
+    with autocast(config.precision, target.device):
         guesses, wanted = draft_hidden(drafter, target, rows, blocks, features)
     valid = blocks.valid_BAK
     places_M = valid.flatten().nonzero().flatten()  # once: the host waits for how many there are
@@ -138,9 +131,9 @@ def train_drafter(
     drafter.requires_grad_(True)
     block_size = drafter.config.block_size
     taps = drafter.config.target_layer_ids
-    with config.autocast(target.device):
+    with autocast(config.precision, target.device):
         features = feature_source(target, rows, taps, config.store_features, config.batch_rows)
-    head_VD = dense_weight(target.lm_head, config.dtype)
+    head_VD = dense_weight(target.lm_head, dtype_of(config.precision))
 
     def loss_at(step: int) -> Tensor:
         numbers = rows.batch(config.batch_rows, step, seed)
@@ -148,7 +141,7 @@ def train_drafter(
         anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step).to(target.device)
         batch = batch.to(target.device)
         blocks = make_blocks(batch, anchors, block_size, drafter.config.mask_token_id)
-        with config.autocast(target.device):
+        with autocast(config.precision, target.device):
             found = features(numbers)
         return draft_loss(drafter, target, batch, blocks, found, config, head_VD)
 
