@@ -80,7 +80,7 @@ class Kernels:
             Kernels.reference(),
             name="cuda",
             prefill_chunk=8192,  # the large products are worth it, and dense weights are made once a chunk
-            prefill_sizes=(64, 128, 256, 512),  # beyond, the host keeps ahead of the device
+            prefill_sizes=(64, 128, 256, 512),
             store_keys=partial(served.store_keys, overlap=overlap),
             cache_attention=partial(served.cache_attention, overlap=overlap),
             delta_pass=partial(served.delta_pass, overlap=overlap),
