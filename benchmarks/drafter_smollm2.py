@@ -10,7 +10,7 @@ the model itself; those whose prompt's SHA-256 is 0 modulo 50 are left out. FILE
 WORK keeps the INT4 target, its greedy answers, every trained drafter and every row, so that the rows can be made in
 several calls, also at the same time once "answers" is there: a call makes the rows of `--only`
 (all by default) that WORK does not have and that fit into `--seconds`, rewriting RESULT after each. `--only` takes
-beginnings of names; `--list` prints them.
+names, with * for anything; `--list` prints them.
 
 Accept length: the INT4 target answers every prompt greedily; a drafter drafts at every anchor of those answers, and the
 cycles that decoding would take are counted (`teacher_forced_acceptance`; the row "engine" measures the decode loop
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from twofold.models.draft_quantization import DraftQuantizeConfig, quantize_draf
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.drafter_config import DrafterConfig, DraftShape
+from twofold.models.drafter_start import start_from_target
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
@@ -67,46 +69,57 @@ from twofold.training.precision import dtype_of
 HARD, SOFT, TV = DraftLoss(hard=1.0), DraftLoss(soft=1.0), DraftLoss(total_variation=1.0)
 MIXED = DraftLoss(hard=0.1, total_variation=0.9)  # DSpark's
 SOFT_TV = DraftLoss(soft=0.5, total_variation=0.5)
-BASE = "two stages best loss"
-WINDOWED = f"{BASE}, window 512"
+NOISE = "direct hard, from noise"  # the paper's, but for its stages
+BEST = "two stages best loss"
+LONGER = f"{BEST}, longer"  # what is quantized, windowed, given other heads and run
+WINDOWED = f"{LONGER}, window 512"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`share` of the budget's steps, on the original target ("bf16") or the quantized one ("int4"); `start` is the
-    training that it goes on from. A loss of None is the best of the direct ones."""
+    """`share` of the budget's steps, with `rows` times the rows, on the original target ("bf16") or the quantized one
+    ("int4"); `start` is the training that it goes on from; without one a drafter starts at the target's last layers, or
+    at `noise`. A loss of None is the best of the direct ones."""
 
     target: str = "int4"
     loss: DraftLoss | None = HARD
     positions: str = "decay"
     share: float = 1.0
+    rows: int = 1
     start: str | None = None
+    noise: bool = False
     quantize: QuantScheme | None = None
     markov_rank: int = 0
     window: int | None = None
 
 
-def trainings(first: float, group_size: int) -> dict[str, Training]:
-    """`first`: stage 1's share of the budget. In this order, since the later ones build on the earlier."""
+DIRECT = {
+    "direct hard": Training(),
+    "direct soft": Training(loss=SOFT),
+    "direct total variation": Training(loss=TV),
+    "direct hard + total variation": Training(loss=MIXED),
+    "direct soft + total variation": Training(loss=SOFT_TV),
+    "direct hard, D-PACE": Training(positions="dpace"),
+    "direct soft, D-PACE": Training(loss=SOFT, positions="dpace"),
+}
+
+
+def trainings(first: float, longer: float, rows: int, group_size: int) -> dict[str, Training]:
+    """`first`: stage 1's share of the budget; `longer`: how many budgets of steps, with `rows` times the rows, the best
+    recipe goes on for. In this order, since the later ones build on the earlier."""
     qat = QuantScheme(group_size=group_size)
     return {
-        "direct hard": Training(),
-        "direct soft": Training(loss=SOFT),
-        "direct total variation": Training(loss=TV),
-        "direct hard + total variation": Training(loss=MIXED),
-        "direct soft + total variation": Training(loss=SOFT_TV),
-        "direct hard, D-PACE": Training(positions="dpace"),
-        "direct soft, D-PACE": Training(loss=SOFT, positions="dpace"),
+        NOISE: Training(noise=True),
+        **DIRECT,
         "direct best loss, Markov head": Training(loss=None, markov_rank=64),
         "stage 1 hard": Training(target="bf16", share=first),
         "two stages hard": Training(share=1 - first, start="stage 1 hard"),
         "stage 1 best loss": Training(target="bf16", loss=None, share=first),
-        "two stages best loss": Training(loss=None, share=1 - first, start="stage 1 best loss"),
-        "two stages best loss, trained INT4": Training(
-            loss=None, share=1 - first, start="stage 1 best loss", quantize=qat
-        ),
-        WINDOWED: Training(loss=None, share=1 - first, start="stage 1 best loss", window=512),
+        BEST: Training(loss=None, share=1 - first, start="stage 1 best loss"),
+        f"{BEST}, trained INT4": Training(loss=None, share=1 - first, start="stage 1 best loss", quantize=qat),
+        LONGER: Training(loss=None, share=longer, rows=rows, start=BEST),
+        WINDOWED: Training(loss=None, share=first, start=LONGER, window=512),
     }
 
 
@@ -153,7 +166,7 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         self.kernels = Kernels.auto(self.device)
         self.tokenizer = Tokenizer.load(args.model)
-        order = list(all_rows(args.first_share, args.group_size))
+        order = list(all_rows(args))
         self.rows = Rows(self.work / "rows", lambda row: order.index(row["name"]))
         self.measured: dict[str, Acceptance] = {}
         self.targets: dict[tuple[str, torch.dtype], CausalLM] = {}
@@ -238,7 +251,7 @@ class Bench:
         config = DistillConfig(
             optimizer=optimizer, batch_rows=16, row_length=self.args.row_length, precision=self.args.precision
         )
-        teacher = self.target("bf16")
+        teacher = self.target("bf16", dtype_of(self.args.precision))
         distill(student, teacher, self.text, config, 0, NoCheckpoints(), self.progress("target"), dict)
         pack_linears(student)
         save_target(student, folder, self.args.model)
@@ -262,7 +275,7 @@ class Bench:
         loss, positions = training.loss, training.positions
         if loss is None:
             best = self.best_direct()
-            loss, positions = DraftLoss(**best["loss"]), best["positions"]
+            loss, positions = DraftLoss(**best["loss"]), best["weights"]
         steps = max(1, round(training.share * self.args.steps))
         return DraftConfig(
             optimizer=OptimizerConfig(
@@ -271,7 +284,7 @@ class Bench:
             loss=loss,
             positions=positions,  # type: ignore[arg-type]
             gamma=self.args.gamma,
-            batch_rows=self.args.batch_rows,
+            batch_rows=training.rows * self.args.batch_rows,
             row_length=self.args.row_length,
             anchors=self.args.anchors,
             precision=self.args.precision,
@@ -281,14 +294,14 @@ class Bench:
         )
 
     def best_direct(self) -> Row:
-        rows = [row for row in self.rows.all() if row["name"].startswith("direct ") and "Markov" not in row["name"]]
+        rows = [row for row in self.rows.all() if row["name"] in DIRECT]
         if not rows:
-            raise ValueError('the best loss is chosen among the rows "direct ..."; make them first')
+            raise ValueError('the best loss is chosen among the rows "direct ..." of one loss; make them first')
         return max(rows, key=lambda row: row["accept_length"])
 
     def train(self, name: str, training: Training) -> tuple[Drafter, dict[str, Any]]:
         config = self.config(training)
-        target = self.target(training.target, dtype_of(config.precision))
+        target = self.target(training.target)  # its matrices are multiplied in bfloat16 all the same
         if training.start is not None:
             drafter = self.drafter(training.start)
         else:
@@ -305,6 +318,8 @@ class Bench:
             )
             made = DrafterConfig.for_target(target.config, shape)
             drafter = Drafter.initialized(made, 0, self.kernels).to(self.device)
+            if not training.noise:
+                start_from_target(drafter, target)
         if training.window is not None:
             drafter.config = replace(drafter.config, sliding_window=training.window)
         text = self.text  # making it is no part of the time
@@ -316,9 +331,10 @@ class Bench:
         about = {
             "target": training.target,
             "loss": asdict(config.loss),
-            "positions": config.positions,
-            "start": training.start,
+            "weights": config.positions,
+            "start": training.start or ("noise" if training.noise else "the target's last layers"),
             "steps": steps,
+            "batch_rows": config.batch_rows,
             "seconds": round(seconds, 1),
             "tokens_per_s": round(steps * config.batch_rows * config.row_length / seconds),
         }
@@ -352,20 +368,18 @@ class Bench:
         low, high = found.interval()
         print(f"{name}: {found.accept_length:.3f} [{low:.3f}, {high:.3f}], {self.left():.0f} s left", flush=True)
 
-    def base(self) -> Acceptance:
-        if BASE not in self.measured:
-            self.measured[BASE] = self.acceptance(self.drafter(BASE))
-        return self.measured[BASE]
-
-    def over_base(self, found: Acceptance) -> dict[str, Any]:
-        ratio, low, high = found.over(self.base())
+    def over(self, name: str, found: Acceptance) -> dict[str, Any]:
+        """How `found` compares with that drafter, in BF16 and with the target's own head."""
+        if name not in self.measured:
+            self.measured[name] = self.acceptance(self.drafter(name))
+        ratio, low, high = found.over(self.measured[name])
         return {"over_dense": ratio, "over_dense_interval": [low, high]}
 
     def write(self) -> None:
         settings = {k: v for k, v in vars(self.args).items() if k in SETTINGS}
         rows = {row["name"]: row for row in self.rows.all()}
         best = max((row["accept_length"] for n, row in rows.items() if n.startswith("two stages")), default=None)
-        kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BASE}, trained INT4"]
+        kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BEST}, trained INT4"]
         quantized = [rows[name]["over_dense"] for name in kinds if name in rows]
         result = {
             "command": "python benchmarks/drafter_smollm2.py --model FOLDER --conversations CONVERSATIONS --prompts "
@@ -379,7 +393,7 @@ class Bench:
             },
             "model": "SmolLM2-135M-Instruct (its weights were 4-bit, GGUF Q4_1, before), INT4 target: AWQ g32, healed",
             "accept_length": best,
-            "hard_label_direct": rows["direct hard"]["accept_length"] if "direct hard" in rows else None,
+            "hard_label_direct": rows[NOISE]["accept_length"] if NOISE in rows else None,
             "quantized_over_bf16": max(quantized, default=None),
             "prompts": len(self.questions[1]),
             "rows": list(rows.values()),
@@ -401,12 +415,12 @@ def trained_row(bench: Bench, name: str, training: Training) -> None:
     drafter, about = bench.train(name, training)
     found = bench.acceptance(drafter)
     if training.quantize is not None:
-        about |= bench.over_base(found)
+        about |= bench.over(BEST, found)
     bench.row(name, found, about)
 
 
 def quantized_row(bench: Bench, name: str, method: str) -> None:
-    drafter, target = bench.drafter(BASE), bench.target("int4")
+    drafter, target = bench.drafter(LONGER), bench.target("int4")
     rows = bench.text.select(bench.text.batch(min(256, 4 * bench.args.batch_rows), 0, 0)).to(bench.device)
     config = DraftQuantizeConfig(method=method.lower(), group_size=bench.args.group_size)  # type: ignore[arg-type]
     began = time.monotonic()
@@ -418,23 +432,23 @@ def quantized_row(bench: Bench, name: str, method: str) -> None:
         "seconds": round(time.monotonic() - began, 1),
     }
     found = bench.acceptance(drafter)
-    bench.row(name, found, about | bench.over_base(found))
+    bench.row(name, found, about | bench.over(LONGER, found))
 
 
 def head_row(bench: Bench, name: str, config: DraftHeadConfig) -> None:
-    drafter, target = bench.drafter(BASE), bench.target("int4")
+    drafter, target = bench.drafter(LONGER), bench.target("int4")
     rows = config.rows
     if rows is not None and rows >= target.config.vocab_size:
         return
     counts = count_tokens((c.answer_ids for c in bench.conversations), target.config.vocab_size)
     drafter.draft_head = make_draft_head(config, target.lm_head, counts).to(bench.device)
     found = bench.acceptance(drafter)
-    bench.row(name, found, bench.over_base(found))
+    bench.row(name, found, bench.over(LONGER, found))
 
 
 def window_row(bench: Bench, name: str, window: int | None) -> None:
     """Post hoc, on long contexts."""
-    drafter = bench.drafter(BASE)
+    drafter = bench.drafter(LONGER)
     drafter.config = replace(drafter.config, sliding_window=window)
     bench.row(name, bench.acceptance(drafter, "long"), {"context": bench.args.long_context})
 
@@ -445,7 +459,7 @@ def trained_window_row(bench: Bench, name: str) -> None:
 
 def engine_row(bench: Bench, name: str) -> None:
     """The decode loop on the first questions, and the trainer's measure on the same."""
-    target, drafter = bench.target("int4"), bench.drafter(BASE)
+    target, drafter = bench.target("int4"), bench.drafter(LONGER)
     categories, prompts = bench.questions
     step = max(1, len(prompts) // bench.args.engine_prompts)
     categories, prompts = categories[::step], prompts[::step]
@@ -465,13 +479,13 @@ def latency_row(bench: Bench, name: str) -> None:
     """Milliseconds a token in the decode loop, with the target's own head and the others; eager, one sequence."""
     target = bench.target("int4")
     counts = count_tokens((c.answer_ids for c in bench.conversations), target.config.vocab_size)
-    variants = {"plain": Variant(target, None), "own head": Variant(target, bench.drafter(BASE).freeze())}
+    variants = {"plain": Variant(target, None), "own head": Variant(target, bench.drafter(LONGER).freeze())}
     markov = "direct best loss, Markov head"
     if (bench.folder(markov) / "config.json").exists():
         variants["Markov head"] = Variant(target, bench.drafter(markov).freeze())
     for head, config in HEADS.items():
         if config.rows is None or config.rows < target.config.vocab_size:
-            drafter = bench.drafter(BASE)
+            drafter = bench.drafter(LONGER)
             drafter.draft_head = make_draft_head(config, target.lm_head, counts).to(bench.device)
             variants[head] = Variant(target, drafter.freeze())
     measured = measure_latency(variants, bench.questions[1][:: max(1, len(bench.questions[1]) // 4)][:4], 64, 1, quiet)
@@ -486,9 +500,9 @@ def answers_row(bench: Bench, name: str) -> None:
     bench.rows.keep({"name": name, "tokens": tokens})
 
 
-def all_rows(first: float, group_size: int) -> dict[str, Callable[[Bench], None]]:
+def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
     rows: dict[str, Callable[[Bench], None]] = {"answers": lambda bench: answers_row(bench, "answers")}
-    for name, training in trainings(first, group_size).items():
+    for name, training in trainings(args.first_share, args.longer, args.longer_rows, args.group_size).items():
         rows[name] = lambda bench, n=name, t=training: trained_row(bench, n, t)
     for method in QUANTIZED:
         name = f"drafter {method}"
@@ -505,9 +519,9 @@ def all_rows(first: float, group_size: int) -> dict[str, Callable[[Bench], None]
 
 
 SETTINGS = (
-    "steps", "first_share", "method", "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma",
-    "layers", "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens", "per_file",
-    "precision",
+    "steps", "first_share", "longer", "longer_rows", "method", "learning_rate", "batch_rows", "row_length", "anchors",
+    "block", "gamma", "layers", "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens",
+    "per_file", "precision",
 )  # fmt: skip
 
 
@@ -519,18 +533,20 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", metavar="NAME=FILE")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of the rows' names")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="ROW", help="names, with * for anything")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--limit", type=int, default=60_000, help="conversations")
     parser.add_argument("--steps", type=int, default=800, help="of every direct training, and of both stages together")
     parser.add_argument("--first-share", type=float, default=0.5, help="of the steps, for stage 1")
+    parser.add_argument("--longer", type=float, default=6.0, help="budgets of steps that the best recipe goes on for")
+    parser.add_argument("--longer-rows", type=int, default=1, help="times the rows of its steps")
     parser.add_argument("--method", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--batch-rows", type=int, default=16)
+    parser.add_argument("--batch-rows", type=int, default=8)
     parser.add_argument("--row-length", type=int, default=1024)
-    parser.add_argument("--anchors", type=int, default=128)
-    parser.add_argument("--block", type=int, default=10)
-    parser.add_argument("--gamma", type=float, default=5.0)
+    parser.add_argument("--anchors", type=int, default=256)
+    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--gamma", type=float, default=4.0)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--intermediate", type=int, default=1536)
     parser.add_argument("--taps", type=int, nargs="+", default=[1, 8, 15, 22, 28])
@@ -546,7 +562,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    rows = all_rows(args.first_share, args.group_size)
+    rows = all_rows(args)
     if args.list:
         print("\n".join(rows))
         return
@@ -557,7 +573,7 @@ def main() -> None:
     bench = Bench(args)
     longest = 0.0
     for name, make in rows.items():
-        if bench.rows.find(name) is not None or not any(name.startswith(wanted) for wanted in args.only):
+        if bench.rows.find(name) is not None or not any(fnmatch(name, wanted) for wanted in args.only):
             continue
         if bench.left() < 1.2 * longest:
             print(f"{name}: {bench.left():.0f} s left, and the longest row took {longest:.0f}; call again", flush=True)

@@ -32,6 +32,7 @@ def tables(name: str, result: dict[str, Any]) -> str:
     """The tables of a result, in Markdown."""
     writers = {
         "engine_4b": engine_rows,
+        "drafter_smollm2": draft_rows,
         "target_smollm2": target_rows,
         "target_4b_step": step_rows,
         "interop_cpu": interop_rows,
@@ -55,6 +56,33 @@ def target_rows(result: dict[str, Any]) -> str:
         figures = f"{row['kl']:.4f} | {row['top1']:.3f} | {row['ppl']:.3f} | {ifeval(row)} | {row['bytes'] / 1e6:.1f}"
         lines.append(f"| {row['name']}{start}{steps} | {figures} |")
     return "\n".join(lines) + "\n"
+
+
+def draft_rows(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['model']}; {result['prompts']} prompts, {result['environment']['hardware']}, {result['date']}.",
+        "",
+        "| | loss, weights | starts from | steps | accept length (95 %) | against the same, not quantized |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if "accept_length" not in row:
+            continue
+        what = f"{loss_of(row['loss'])}, {row['weights']}" if "loss" in row else ""
+        low, high = row["interval"]
+        over = ""
+        if "over_dense" in row:
+            least, most = row["over_dense_interval"]
+            over = f"{row['over_dense']:.3f} ({least:.3f} to {most:.3f})"
+        lines.append(
+            f"| {row['name']} | {what} | {row.get('start', '')} | {row.get('steps', '')} | "
+            f"{row['accept_length']:.2f} ({low:.2f} to {high:.2f}) | {over} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def loss_of(loss: dict[str, float]) -> str:
+    return " + ".join(f"{share:g} {name.replace('_', ' ')}" for name, share in loss.items() if share)
 
 
 def engine_rows(result: dict[str, Any]) -> str:

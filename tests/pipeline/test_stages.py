@@ -145,6 +145,11 @@ def test_the_second_answers_are_those_of_the_healed_target(line: tuple[Path, Pat
     assert first != second
 
 
+def test_a_new_drafter_starts_at_the_target(line: tuple[Path, Path]) -> None:
+    """One attention layer: 4 matrices and 2 norms of attention, 3 matrices of the MLP, 2 norms; final norm, fusion."""
+    assert read_artifact(line[1] / "draft_pretrain").metrics["weights_from_target"] == 4 + 2 + 3 + 2 + 2
+
+
 def test_the_engine_of_a_run(line: tuple[Path, Path]) -> None:
     engine = load_engine(line[1])
     prompt = tuple(engine.tokenizer.chat_ids([{"role": "user", "content": "Hello."}]))

@@ -15,6 +15,7 @@ from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
 from twofold.models.drafter_config import DrafterConfig, DraftShape
+from twofold.models.drafter_start import start_from_target
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.stage import StageContext
@@ -27,7 +28,7 @@ Metrics = dict[str, Json]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What stage 1 starts from: a drafter's folder, or noise in a shape."""
+    """What stage 1 starts from: a drafter's folder, or a shape, with the target's weights where they have it."""
 
     drafter: Path | None
     shape: DraftShape | None
@@ -45,6 +46,7 @@ def load_draft(folder: Path) -> Drafter:
 def pretrain(context: StageContext[With[Start]]) -> Metrics:
     """Stage 1: on the original target and its answers."""
     target, start = load_frozen(context.config.model), context.config.own
+    metrics: Metrics = {}
     if start.drafter is not None:
         check_fits(start.drafter, target)
         drafter = load_draft(start.drafter)
@@ -53,7 +55,8 @@ def pretrain(context: StageContext[With[Start]]) -> Metrics:
         assert start.shape is not None
         config = DrafterConfig.for_target(target.config, start.shape)
         drafter = Drafter.initialized(config, context.seed, Kernels.auto(device())).to(device())
-    return _train(drafter, target, context, context.inputs["generate"], start.training)
+        metrics["weights_from_target"] = len(start_from_target(drafter, target))
+    return metrics | _train(drafter, target, context, context.inputs["generate"], start.training)
 
 
 def finetune(context: StageContext[DraftConfig]) -> Metrics:

@@ -60,7 +60,7 @@ STAGES: tuple[Stage[Any], ...] = (
         parents=("prompts", "pack"),
         unit="answers",
     ),
-    Stage(name="draft_pretrain", version=1, config=_with_model(_start), run=pretrain, parents=("generate",)),
+    Stage(name="draft_pretrain", version=2, config=_with_model(_start), run=pretrain, parents=("generate",)),
     Stage(
         name="draft_finetune",
         version=1,
