@@ -14,6 +14,7 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4 by GPTQ
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
     head8-alone head4-alone        the same, the layers kept: give a --start
+    head8-fixed head4-fixed        the same, the head kept as GPTQ rounds it: the layers learn around it
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
 With `--start WHAT`, `learned` and the heads begin with the weights of that row, its head too where both have one; give
@@ -64,11 +65,11 @@ ROW = 1024
 IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq")
-QAD = ("frozen", "learned", "head8-rounded", "head8-alone", "head8", "head4-rounded", "head4-alone", "head4")
+HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
+QAD = ("frozen", "learned", *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "")))
 WHAT = ("original", *PTQ, *QAD)
 # Rows that answer IFEval's prompts.
 ANSWERED = ("original", "awq g32", "gptq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")
-HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
 
 
 def conversations(paths: Iterable[Path], tokenizer: Tokenizer, limit: int) -> tuple[list[Conversation], ...]:
@@ -136,8 +137,8 @@ class Bench:
         elif what in PTQ:
             model, about = self.ptq(what, group_size)
             self.row(name, model, seconds=time.monotonic() - began, **about)
-        elif what in ("frozen", "learned", *HEADS, *(f"{head}-alone" for head in HEADS)):
-            head = HEADS.get(what.removesuffix("-alone"))
+        elif what in QAD and not what.endswith("-rounded"):
+            head, fixed = HEADS.get(what.partition("-")[0]), what.endswith("-fixed")
             student = self.student(group_size, learned=what != "frozen")
             about: dict[str, Any] = {"grid": self.best(group_size)}
             start = None if what == "frozen" or self.args.start is None else f"{self.args.start} g{group_size}"
@@ -145,15 +146,16 @@ class Bench:
                 about["start"] = self.load_trained(student, start, "layers.")
             if head is not None:  # on what these layers make
                 about["head"] = asdict(head)
-                self.quantize_head(student, head, learned=True)
-                if start is not None:
+                self.quantize_head(student, head, learned=not fixed)
+                if start is not None and not fixed:
                     self.load_trained(student, start, "lm_head.")
-            about |= self.qad(student, self.args.steps, *self.schedule(), layers=not what.endswith("-alone"))
+            learns = {"head": head is not None and not fixed, "layers": not what.endswith("-alone")}
+            about |= self.qad(student, self.args.steps, *self.schedule(), **learns)
             parts = ("layers.",) if head is None else ("layers.", "lm_head.")
             trained = {k: v.contiguous() for k, v in student.state_dict().items() if k.startswith(parts)}
             save_file(trained, str(self.work / f"{name}.safetensors"))
             self.row(name, student, **about)
-        elif what in ("head8-rounded", "head4-rounded"):
+        elif what in QAD:
             student = self.student(group_size, learned=False)
             start = self.load_trained(student, f"frozen g{group_size}", "layers.")
             self.quantize_head(student, HEADS[what.removesuffix("-rounded")], learned=False)
@@ -226,9 +228,10 @@ class Bench:
         rounded = PackedLinear.from_integers(q_VD, grid, scheme).dense_weight(torch.float32)
         model.set_submodule("lm_head", FakeQuantLinear(rounded, grid, scheme, learn_scale=learned))
 
-    def qad(self, student: CausalLM, steps: int, rate: float, batch_rows: int, layers: bool = True) -> dict[str, Any]:
+    def qad(
+        self, student: CausalLM, steps: int, rate: float, batch_rows: int, *, head: bool = False, layers: bool = True
+    ) -> dict[str, Any]:
         """Trains in place; returns what was done."""
-        head = isinstance(student.lm_head, FakeQuantLinear)
         learned = any(isinstance(layer, FakeQuantLinear) and layer.learn_scale for layer in student.modules())
         config = DistillConfig(
             optimizer=OptimizerConfig(steps=steps, learning_rate=rate, betas=(0.9, 0.95), checkpoint_every=10**9),
