@@ -30,7 +30,8 @@ import twofold
 from twofold.ops.decode import attention, attention_triton, delta, delta_triton, linear_cuda, norms_triton
 from twofold.ops.decode.cuda import most_shared
 from twofold.ops.decode.delta import WindowFactors
-from twofold.ops.decode.linear_cuda import Config, Fused
+from twofold.ops.decode.division import Config, choose, shared_bytes
+from twofold.ops.decode.linear_cuda import Fused
 from twofold.ops.decode.packed_weight import PackedWeight, packed_linear
 from twofold.ops.norms import rotary_table
 
@@ -66,7 +67,7 @@ def divisions(weight: PackedWeight, chosen: Config, whole: bool) -> list[Config]
     found = []
     for warps, tiles, stages, blocks, split in CONFIGS if whole or weight.num_inputs < 4096 else LONG:
         config = Config(warps=warps, tiles=tiles, row_tiles=chosen.row_tiles, stages=stages, blocks=blocks, split=split)
-        if linear_cuda.shared_bytes(weight, config) * blocks <= 220 * 1024:
+        if shared_bytes(weight, config) * blocks <= 220 * 1024:
             found.append(config)
     return found
 
@@ -143,7 +144,7 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
             return microseconds(calls)
 
         whole = name in TAILS
-        chosen = linear_cuda.choose(first, rows, whole, most_shared(0))
+        chosen = choose(first, rows, whole, most_shared(0))
         tried = divisions(first, chosen, whole) if sweep else []
         compile_all(first, [chosen, *tried], fused)
         expected = packed_linear(x, first, **extra)
@@ -158,13 +159,19 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
             "chosen": asdict(chosen),
         }
         if tried:
-            best = min(((times(config, True), config) for config in tried), key=lambda pair: pair[0])
-            results[name] |= {"best": best[0], "best_config": asdict(best[1])}
+            all_times = [(times(config, True), config) for config in tried]
+            best = min(all_times, key=lambda pair: pair[0])
+            results[name] |= {"best": best[0], "best_config": asdict(best[1]), "tried": named(all_times)}
     for key in ("us", "overlapped", "floor", "cublas_bf16", *(["best"] if sweep else [])):
         results.setdefault("sum of a target pass", {})[key] = sum(
             PRODUCTS[name][-1] * result[key] for name, result in results.items() if name in PRODUCTS
         )
     return results
+
+
+def named(found: list[tuple[float, Config]]) -> dict[str, float]:
+    """Microseconds by warps, tiles, stages, blocks and slices of K."""
+    return {f"{c.warps} {c.tiles} {c.stages} {c.blocks} {c.split}": us for us, c in found}
 
 
 def compile_all(weight: PackedWeight, configs: list[Config], fused: Fused) -> None:
@@ -178,7 +185,7 @@ def heads(rows: int, sweep: bool) -> dict[str, Any]:
     x = torch.randn(rows, 2560, device="cuda").bfloat16()
     for name, (bits, group) in HEADS.items():
         weight = random_weight(248_320, 2560, bits, group, False)
-        chosen = linear_cuda.choose(weight, rows, True, most_shared(0))
+        chosen = choose(weight, rows, True, most_shared(0))
         tried = divisions(weight, chosen, True) if sweep else []
         compile_all(weight, [chosen, *tried], Fused(top1=True))
         dense = linear_cuda.unpack(weight)
@@ -194,9 +201,9 @@ def heads(rows: int, sweep: bool) -> dict[str, Any]:
             "chosen": asdict(chosen),
         }
         if tried:
-            calls = ((microseconds([partial(linear_cuda.top1, x, weight, config=c, overlap=True)]), c) for c in tried)
+            calls = [(microseconds([partial(linear_cuda.top1, x, weight, config=c, overlap=True)]), c) for c in tried]
             fastest = min(calls, key=lambda pair: pair[0])
-            results[name] |= {"best": fastest[0], "best_config": asdict(fastest[1])}
+            results[name] |= {"best": fastest[0], "best_config": asdict(fastest[1]), "tried": named(calls)}
     return results
 
 
@@ -229,11 +236,17 @@ def deltas(tokens: int) -> dict[str, Any]:
             "error": relative(o, expected),
         },
         "delta window, then norm": {"us": microseconds([partial(apart, s) for s in states]), "floor": floor},
-        "delta window": {  # by columns of a program and warps
-            f"{columns} x {warps}": microseconds(
-                [partial(delta_triton.delta_window, *inputs, s, division=(columns, warps)) for s in states]
-            )
-            for columns, warps in ((16, 1), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8))
+        **{
+            name: {  # by columns of a program and warps
+                f"{columns} x {warps}": microseconds(
+                    [
+                        partial(delta_triton.delta_window, *inputs, s, division=(columns, warps), overlap=overlap)
+                        for s in states
+                    ]
+                )
+                for columns, warps in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8))
+            }
+            for name, overlap in (("delta window", False), ("delta window, overlapped", True))
         },
         "commit of a layer": {
             "us": microseconds([partial(delta_triton.commit_delta_, s, factors, n) for s in states]),

@@ -4,7 +4,7 @@
 
 `packed` reads the weight of 4 bits once for every 32 rows, `unpacked` writes it in bfloat16 and leaves the product to
 cuBLAS, `dense` is that product alone, as of weights kept dense. Inside captured graphs, cold weights; Qwen3.5-4B's
-shapes. `ops.decode.served.FEW_ROWS` is the limit up to which the first is taken. Takes less than 40 s on an H200.
+shapes. `ops.decode.products.FEW_ROWS` is the limit up to which the first is taken. Takes less than 40 s on an H200.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/prefill_profile.py --out prefill_profile.json
 
-For BF16 and INT4 targets of a shape (random weights), at each prompt length: the median of several prefills, the time
-in which the host sends one off, and of one profiled prefill every kernel's calls and microseconds. Takes less than a
-minute on an H200.
+For BF16 and INT4 targets of a shape (random weights), and an INT4 one with FP8 products, at each prompt length: the
+median of several prefills, the time in which the host sends one off, and of one profiled prefill every kernel's calls
+and microseconds. Takes about a minute on an H200.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from twofold.decoding.graphs import CapturedCycle
 from twofold.evaluation.roofline import variants
-from twofold.models.shapes import find_shape
+from twofold.models.causal_lm import CausalLM
+from twofold.models.random_weights import random_target
+from twofold.models.shapes import Shape, find_shape
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
 
@@ -65,6 +68,16 @@ def kernels_of(captured: CapturedCycle, prompts_BT: Tensor) -> list[dict[str, An
     return sorted(rows, key=lambda row: -row["us"])
 
 
+def targets(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, CausalLM]]:
+    kernels = Kernels.auto(device)
+    for name, target, _ in variants(shape, kernels, device, dtype):
+        if name not in VARIANTS:
+            break  # the ledger begins with these two
+        yield name, target
+    if device.type == "cuda" and (eight_bits := kernels.with_fp8_prefill(device)) is not None:
+        yield "INT4 target, FP8 products", random_target(shape.target, eight_bits, device, dtype, shape.scheme)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.5-4b")
@@ -75,9 +88,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     results: list[dict[str, Any]] = []
-    for name, target, _ in variants(find_shape(given.shape), Kernels.auto(device), device, dtype):
-        if name not in VARIANTS:
-            break  # the ledger begins with these two
+    for name, target in targets(find_shape(given.shape), device, dtype):
         target.freeze()
         for length in given.prompts:
             captured = CapturedCycle(target, None, length + 16, Sampling())

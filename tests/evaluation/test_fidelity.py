@@ -9,7 +9,7 @@ import torch
 
 from tests.models.tiny import HYBRID, build
 from tests.training.test_draft import packed
-from twofold.evaluation.fidelity import fidelity
+from twofold.evaluation.fidelity import fidelity, prefill_fidelity
 from twofold.models.causal_lm import CausalLM
 
 
@@ -57,3 +57,15 @@ def test_another_model_by_hand(batch_rows: int) -> None:
     assert 0 < wanted["top1"] < 1
     assert got == pytest.approx(wanted, rel=1e-3)
     assert got["kl"] > 0.01
+
+
+def test_8_bit_products_cost_a_little_everywhere_but_in_the_head() -> None:
+    plain, eight_bits = model(0), model(0)
+    assert prefill_fidelity(plain, eight_bits, packed())["kl"] == 0.0
+    eight_bits = model(0)
+    kernels = eight_bits.kernels.with_fp8_prefill("cpu")
+    assert kernels is not None
+    eight_bits.kernels = kernels
+    got = prefill_fidelity(plain, eight_bits, packed())
+    assert 0 < got["kl"] < 0.2  # of a random model, whose scores are steep
+    assert eight_bits.head.frozen is plain.head.frozen

@@ -4,7 +4,7 @@ Replaying costs the host one call, so the device never waits for it: while cycle
 i gained. A stop that it finds there comes too late for cycle i + 1, whose tokens are dropped. On a device without
 graphs the same buffers go through the same function, call by call.
 
-A prefill of up to some hundred tokens takes the host longer to launch than the device to run. Prompts are filled up to
+A prefill of up to some thousand tokens takes the host longer to launch than the device to run. Prompts are filled up to
 one of a few sizes (`Kernels.prefill_sizes`), each captured when it is met for the second time: the first time its
 kernels are compiled. What a graph holds is what its pass needs at once, for all graphs of a `CapturedCycle` together
 that of the largest, and prompts beyond the sizes are launched call by call.

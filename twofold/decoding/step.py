@@ -46,7 +46,7 @@ class Rows:
 
 def new_rows(target: CausalLM, drafter: Drafter | None, batch_size: int, max_length: int, seed: int = 0) -> Rows:
     """Empty sequences. `max_length` covers prompt, answer and one block; a filled-up prompt has room anyway."""
-    max_length = max(max_length, *target.kernels.prefill_sizes, 0)
+    max_length = filled_size(target, max_length) or max_length
     block = 1 if drafter is None else drafter.config.block_size
     return Rows(
         state=target.new_state(batch_size, max_length),
@@ -96,7 +96,8 @@ def prefill_filled(
     target: CausalLM, drafter: Drafter | None, rows: Rows, filled_BT: Tensor, counts_B: Tensor, sampling: Sampling
 ) -> Tensor:
     """`prefill` of prompts that are the first `counts_B` tokens of their rows: what follows is neither seen by them nor
-    committed. The host need not know how many they are, so it can be captured and replayed."""
+    committed. The host need not know how many they are, so it can be captured and replayed: that the rows are empty it
+    does know, so attention is causal over the pass's own tokens and needs no mask."""
     hidden = _take_in(target, drafter, rows, filled_BT, counts_B)
     last_B11 = (counts_B - 1)[:, None, None]
     return _first(target, rows, hidden.gather(1, last_B11.expand(-1, 1, hidden.shape[-1])), sampling)

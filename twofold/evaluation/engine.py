@@ -24,6 +24,7 @@ from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
 
 LABEL = "random weights, forced acceptance"
+LOSSLESS = "+ INT4 head"  # the last row whose answers are the INT4 target's; its figures are the result's
 CONTEXT = 2048  # of the cycles at several batch sizes
 CYCLES = 8  # timed together
 
@@ -188,7 +189,7 @@ def measure_engine(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The ledger and, of its last row, the contexts and batches; figures as JSON has them."""
+    """The ledger and, of three rows, the contexts and batches; figures as JSON has them."""
     counts = accepted_counts(config.accept_length, shape.drafter.block_size, 4096)
     bandwidth = copy_bandwidth(device, 1024 if device.type == "cuda" else 64)
     middle = setting_name(sorted(config.settings)[len(config.settings) // 2])
@@ -216,10 +217,11 @@ def measure_engine(
             )
             del cycle
         ledger.append({**row, **row["settings"][middle]})
-        key = {"BF16": "bf16", "INT4 target": "int4", "+ INT4 head": "speculative"}.get(name)
+        key = {"BF16": "bf16", "INT4 target": "int4", LOSSLESS: "speculative"}.get(name)
         if key is not None and (config.contexts or config.batches != (1,)):
             others[key] = _single_cycles(captured, target, drafter, config, key, say)
-    plain, int4, last = ledger[0], ledger[1], ledger[-1]
+    named = {row["name"]: row for row in ledger}
+    plain, int4, last = ledger[0], ledger[1], named[LOSSLESS]
     return {
         "kind": LABEL,
         "accept_length": config.accept_length,

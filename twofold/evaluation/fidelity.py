@@ -27,3 +27,15 @@ def fidelity(model: CausalLM, teacher: CausalLM, rows: PackedRows, batch_rows: i
         nll -= float(log_q.gather(1, ids[:, 1:][counted][:, None]).sum())
         count += len(log_q)
     return {"kl": kl / count, "top1": agree / count, "ppl": float(torch.tensor(nll / count).exp())}
+
+
+def prefill_fidelity(model: CausalLM, eight_bits: CausalLM, rows: PackedRows, batch_rows: int = 8) -> dict[str, float]:
+    """What a prefill with 8-bit floats costs: `fidelity` of the second model, whose kernels multiply so, to the first,
+    which has the same weights. Freezes both. The head sees one row of a prefill, so it is the first model's.
+
+    Rows of more tokens than `FEW_ROWS` of the GPU's kernels are needed there, else nothing is multiplied in 8 bits.
+    """
+    model.freeze()
+    eight_bits.freeze()
+    eight_bits.head.frozen = model.head.frozen
+    return fidelity(eight_bits, model, rows, batch_rows)

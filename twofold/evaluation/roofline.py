@@ -234,6 +234,14 @@ def variants(
     yield "+ SWA", target, drafter
     target = random_target(config, kernels, device, dtype, shape.scheme, QuantScheme(group_size=32))
     yield "+ INT4 head", target, drafter
+    eight_bits = kernels.with_fp8_prefill(device) if device.type == "cuda" else None
+    if eight_bits is not None:
+        del target
+        yield (
+            "+ W4A8 prefill",
+            random_target(config, eight_bits, device, dtype, shape.scheme, QuantScheme(group_size=32)),
+            drafter,
+        )
 
 
 def predict(shape: Shape, gpu: Gpu, prompt: int, new_tokens: int, accept_length: float) -> list[Prediction]:

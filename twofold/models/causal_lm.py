@@ -28,9 +28,9 @@ class Layer(nn.Module):
             self.self_attn = Attention(config, kernels)
         else:
             self.linear_attn = GatedDeltaNet(config, kernels)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, kernels)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, kernels)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, kernels)
 
     def forward(self, x_BTD: Tensor, place: Place, state: object) -> Tensor:
         mixer = self.self_attn if self.attends else self.linear_attn
@@ -48,7 +48,7 @@ class CausalLM(nn.Module):
         self.kernels = kernels or Kernels.reference()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i, self.kernels) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, self.kernels)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -29,7 +29,7 @@ from twofold.ops.attention import attention
 from twofold.ops.cache import CachePlace
 from twofold.ops.draft_attention import DraftMask
 from twofold.ops.kernels import Kernels
-from twofold.ops.norms import rotary_table, rotate
+from twofold.ops.norms import rotary_table
 
 KeyValue = tuple[Tensor, Tensor]
 Seen = Tensor | DraftMask  # a plain mask is [B, N, S + N]
@@ -47,8 +47,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_dim, bias=False)
         self.o_proj = nn.Linear(query_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, offset=0.0)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, 0.0, kernels)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, 0.0, kernels)
         self.block_inputs = Projections(self, "q_proj", "k_proj", "v_proj")
         self.output = Projections(self, "o_proj")
 
@@ -58,7 +58,7 @@ class DraftAttention(nn.Module):
     def forward(self, x_BND: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
         """In training: beside the keys and values of the context."""
         q, k, v = (self.heads(x) for x in self.block_inputs(x_BND, norm))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k = self.kernels.rotate(self.q_norm(q), cos, sin), self.kernels.rotate(self.k_norm(k), cos, sin)
         k, v = torch.cat((context[0], k), dim=1), torch.cat((context[1], v), dim=1)
         o = attention(q, k, v, mask) if isinstance(mask, Tensor) else self.kernels.draft_attention(q, k, v, mask)
         return self.output(o.flatten(-2), residual=x_BND)[0]
@@ -76,9 +76,9 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DrafterConfig, kernels: Kernels) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, kernels)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, kernels)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, kernels)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, kernels)
 
     def forward(self, x_BND: Tensor, cos: Tensor, sin: Tensor, context: KeyValue, mask: Seen) -> Tensor:
         x_BND = self.self_attn(x_BND, self.input_layernorm, cos, sin, context, mask)
@@ -123,9 +123,9 @@ class Drafter(nn.Module):
         self.config = config
         self.kernels = kernels or Kernels.reference()
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, self.kernels)
         self.layers = nn.ModuleList(DraftLayer(config, self.kernels) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, self.kernels)
         self.markov_head = MarkovHead(config.vocab_size, config.markov_rank) if config.markov_rank else None
         self.draft_head: DraftHead | None = None  # in place of the target's
         self.feature = Projections(self, "fc")
@@ -158,7 +158,7 @@ class Drafter(nn.Module):
         """Keys and values [B, T, G, head_dim] that the target's taps [B, T, D] give each layer."""
         cos, sin = self._table(positions_BT)
         projected = zip(self._layers, self._projected(taps), strict=True)
-        return [(rotate(layer.self_attn.k_norm(k), cos, sin), v) for layer, (k, v) in projected]
+        return [(self.kernels.rotate(layer.self_attn.k_norm(k), cos, sin), v) for layer, (k, v) in projected]
 
     def forward(self, x_BND: Tensor, positions_BN: Tensor, contexts: Sequence[KeyValue], mask: Seen) -> Tensor:
         """Hidden states [B, N, D] for the head; the mask covers context and block keys, [B, N, S + N]."""

@@ -1,6 +1,5 @@
 """The parts of a layer that target and drafter share."""
 
-from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -8,7 +7,6 @@ from torch import Tensor, nn
 
 from twofold.ops.kernels import Kernels
 from twofold.ops.linear import Linear, Norm
-from twofold.ops.norms import rms_norm
 from twofold.quant.linear import FakeQuantLinear, PackedLinear
 from twofold.quant.scheme import QuantScheme
 
@@ -16,17 +14,16 @@ from twofold.quant.scheme import QuantScheme
 class RMSNorm(nn.Module):
     """y = x / rms(x) * (offset + w), see `ops.norms.rms_norm`."""
 
-    def __init__(self, width: int, eps: float, offset: float) -> None:
+    def __init__(self, width: int, eps: float, offset: float, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
         self.eps = eps
         self.offset = offset
         self.frozen: Norm | None = None
-        self.kernel: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
 
-    def freeze(self, kernels: Kernels) -> None:
+    def freeze(self) -> None:
         self.frozen = Norm(self.weight.detach() + self.offset, self.eps)
-        self.kernel = kernels.rms_norm
 
     def scale(self) -> Norm:
         """The weight with its offset, and eps."""
@@ -34,15 +31,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.frozen is not None:
-            return self.kernel(x, *self.frozen)
-        return rms_norm(x, self.weight, self.eps, self.offset)
+            return self.kernels.rms_norm(x, *self.frozen)
+        return self.kernels.norm(x, self.weight, self.eps, self.offset)
 
 
 class Projections:
     """Several linear layers of one input, y_i = norm(x) W_i^T (+ b_i), as one product once the weights are frozen.
 
-    Of `gated` layers, gate and up, comes silu(gate) * up. A residual is added to what a single output is. Holds names,
-    not layers, so that a layer of `owner` can be replaced (by a fake-quantized one, say).
+    Of `gated` layers, gate and up, frozen as one, comes silu(gate) * up. A residual is added to what a single output
+    is. Holds names, not layers, so that a layer of `owner` can be replaced (by a fake-quantized one, say).
     """
 
     def __init__(self, owner: nn.Module, *names: str, gated: bool = False) -> None:
@@ -85,8 +82,6 @@ class Projections:
             outputs = [layer(normed) for layer in self.layers()]
             if residual is not None:
                 outputs = [residual + outputs[0]]
-        if self.gated and len(outputs) == 2:
-            outputs = [nn.functional.silu(outputs[0]) * outputs[1]]
         return tuple(outputs)
 
     def top1(self, x: Tensor, kernels: Kernels) -> Tensor:
@@ -131,7 +126,7 @@ def freeze(module: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     """Lays out all weights for decoding. Call it when they have stopped changing."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
-            part.freeze(kernels)
+            part.freeze()
         for value in vars(part).values():
             if isinstance(value, Projections):
                 value.freeze(kernels, dtype)
@@ -140,8 +135,9 @@ def freeze(module: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
 class MLP(nn.Module):
     """x + (silu(n W_gate^T) * n W_up^T) W_down^T, with n = norm(x)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
@@ -149,4 +145,6 @@ class MLP(nn.Module):
         self.output = Projections(self, "down_proj")
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return self.output(self.inputs(x, norm)[0], residual=x)[0]
+        inputs = self.inputs(x, norm)
+        gated = inputs[0] if len(inputs) == 1 else self.kernels.silu_mul(*inputs)
+        return self.output(gated, residual=x)[0]

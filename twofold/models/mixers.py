@@ -15,7 +15,6 @@ from twofold.ops.cache import CachePlace
 from twofold.ops.delta_window import decay_and_strength
 from twofold.ops.documents import Documents
 from twofold.ops.kernels import Kernels
-from twofold.ops.norms import rotate
 
 
 class Place(NamedTuple):
@@ -42,8 +41,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv_dim, bias=bias)
         self.o_proj = nn.Linear(query_dim, hidden, bias=bias)
         if config.qk_norm:
-            self.q_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps, config.norm_offset)
-            self.k_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps, config.norm_offset)
+            self.q_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps, config.norm_offset, self.kernels)
+            self.k_norm: nn.Module = RMSNorm(self.head_dim, config.rms_norm_eps, config.norm_offset, self.kernels)
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         self.inputs = Projections(self, "q_proj", "k_proj", "v_proj")
@@ -55,6 +54,7 @@ class Attention(nn.Module):
         q, gate = q.chunk(2, dim=-1) if self.output_gate else (q, None)
         if cache is None:
             assert place.rotation is not None
+            rotate = self.kernels.rotate
             q, k = rotate(self.q_norm(q), *place.rotation), rotate(self.k_norm(k), *place.rotation)
             o = self.kernels.packed_attention(q, k, v, place.documents)
             o = o if gate is None else o * gate.sigmoid()
@@ -89,7 +89,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.dt_bias = nn.Parameter(torch.ones(heads))
         self.A_log = nn.Parameter(torch.zeros(heads))
-        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, offset=0.0)
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, 0.0, self.kernels)
         self.out_proj = nn.Linear(config.linear_value_dim, hidden, bias=False)
         self.inputs = Projections(self, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         self.output = Projections(self, "out_proj")
@@ -110,7 +110,16 @@ class GatedDeltaNet(nn.Module):
         else:
             assert place.cache is not None
             o, state.window = self.kernels.delta_pass(
-                qkv_BTC, a, b, weight_CW, self.A_log, self.dt_bias, state.conv_BWC, state.state_BHKV, place.cache.keep
+                qkv_BTC,
+                a,
+                b,
+                weight_CW,
+                self.A_log,
+                self.dt_bias,
+                state.conv_BWC,
+                state.state_BHKV,
+                place.cache.keep,
+                state.slot,
             )
         z = z.unflatten(-1, (self.num_value_heads, -1))
         normed = self.kernels.gated_rms_norm(o, z, self.norm.weight, self.eps)

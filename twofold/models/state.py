@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twofold.models.config import LINEAR, ModelConfig
 from twofold.ops.cache import CachePlace
+from twofold.ops.delta_window import Slot
 from twofold.ops.kernels import Kernels
 from twofold.ops.norms import rotary_table
 
@@ -35,6 +36,7 @@ class DeltaState:
 
     conv_BWC: Tensor
     state_BHKV: Tensor
+    slot: Slot
     window: Any = None  # of the open pass, in the form that the kernels give it
 
 
@@ -147,7 +149,9 @@ def new_state(
         linear, batch_size, max(0, config.linear_conv_width - 1), channels, dtype=dtype, device=device
     )
     state_LBHKV = torch.zeros(linear, batch_size, *heads, dtype=wide, device=device)
-    parts = zip(conv_LBWC, state_LBHKV, strict=True)
+    held: dict[str, Tensor] = {}
+    slots = [Slot(layer, linear, held) for layer in range(linear)]
+    parts = zip(conv_LBWC, state_LBHKV, slots, strict=True)
 
     def cache() -> KeyValueCache:
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))

@@ -1,7 +1,9 @@
-"""A prefill's pass of Gated DeltaNet in four launches, whatever its length (equations in ops/gated_delta.py).
+"""A prefill's pass of Gated DeltaNet in six launches, whatever its length (equations in ops/gated_delta.py).
 
     convolution   silu(conv), q and k of unit length, q also over sqrt(K); the inputs that the next pass follows
-    factors       of each chunk of L = 64 tokens: X = (I + A)^-1 beta V, what is written into an empty state, and
+    systems       of each chunk of L = 64 tokens: G, beta, and what A has between tokens of one half of it
+    inverse       of I + A of each half, a warp each
+    factors       of each chunk: X = (I + A)^-1 beta V, what is written into an empty state, and
                   E = (I + A)^-1 beta e^G K, what the state erases of it
     states        chunk after chunk: u = X - E S, S <- e^{G_L} S + sum_j e^{G_L - G_j} k_j u_j^T; keeps S before each
     outputs       o_t = e^{G_t} S^T q_t + sum_{j <= t} e^{G_t - G_j} (q_t k_j) u_j
@@ -21,33 +23,41 @@ from torch import Tensor
 
 CHUNK = 64
 _HALF = tl.constexpr(32)
+_MANY = 1024  # tokens that give every multiprocessor some programs of 128 of them
 _LENGTHS = ["tokens", "chunks", "x_b", "a_b", "b_b"]  # prompts of all lengths run the same code
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _convolution_kernel(x_ptr, conv_ptr, weight_ptr, keep_ptr, y_ptr, after_ptr, tokens, channels, x_b, x_t, conv_b,
-                        conv_w, G, K: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """A program has some tokens and K channels: one head of queries or keys, or values."""
+                        conv_w, G, K: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
+                        STEPS: tl.constexpr):  # fmt: skip
+    """A program has some tokens, a few at a time, and K channels: one head of queries or keys, or values. Its weights,
+    which lie apart, are read once."""
     block, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t = block * TOKENS + tl.arange(0, TOKENS)
     c = part * K + tl.arange(0, K)
     mine = (c < channels)[None, :]
     x_ptr += b * x_b
     conv_ptr += b * conv_b
-    z = tl.zeros([TOKENS, K], tl.float32)
-    for j in tl.static_range(W):
-        source = t + j - (W - 1)
-        new, old = (source >= 0) & (source < tokens), source < 0
-        at = source.to(tl.int64)[:, None] * x_t + c[None, :]
-        x = tl.load(x_ptr + at, mask=new[:, None] & mine, other=0.0).to(tl.float32)
-        at = (source + W - 1)[:, None] * conv_w + c[None, :]
-        x += tl.load(conv_ptr + at, mask=old[:, None] & mine, other=0.0).to(tl.float32)
-        z += x * tl.load(weight_ptr + c * W + j, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-    y = z * tl.sigmoid(z)
-    unit = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6) * tl.where(part < G, K**-0.5, 1.0)
-    y *= tl.where(part < 2 * G, unit, 1.0)[:, None]
-    at = (b * tokens + t)[:, None] * channels + c[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & mine)
+    for step in range(STEPS):
+        t = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
+        z = tl.zeros([TOKENS, K], tl.float32)
+        for j in tl.static_range(W):
+            w = tl.load(weight_ptr + c * W + j, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+            source = t + j - (W - 1)
+            new = ((source >= 0) & (source < tokens))[:, None] & mine
+            z += (
+                tl.load(x_ptr + source.to(tl.int64)[:, None] * x_t + c[None, :], mask=new, other=0.0).to(tl.float32) * w
+            )
+            if block + step == 0:
+                old = (source < 0)[:, None] & mine
+                at = (source + W - 1)[:, None] * conv_w + c[None, :]
+                z += tl.load(conv_ptr + at, mask=old, other=0.0).to(tl.float32) * w
+        y = z * tl.sigmoid(z)
+        if part < 2 * G:
+            unit = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6) * tl.where(part < G, K**-0.5, 1.0)
+            y *= unit[:, None]
+        at = (b * tokens + t)[:, None] * channels + c[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & mine)
     if block == 0:
         keep = tokens if keep_ptr is None else tl.load(keep_ptr + b).to(tl.int32)
         for w in tl.static_range(W - 1):
@@ -68,25 +78,54 @@ def _rates(a_ptr, b_ptr, a_log, dt, t, a_t, b_t, keep):
     return g, tl.where(t < keep, beta, 0.0)
 
 
+@triton.jit(do_not_specialize=_LENGTHS)
+def _systems_kernel(y_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, keep_ptr, systems_ptr, decay_ptr, beta_ptr, tokens,
+                    channels, chunks, a_b, a_t, b_b, b_t, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
+    """G, beta and, for each half of a chunk, A on its diagonal; a program has one chunk of one head."""
+    n, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    keep = tokens if keep_ptr is None else tl.load(keep_ptr + b).to(tl.int32)
+    half, of_k = tl.arange(0, _HALF), tl.arange(0, K)
+    a_log, dt = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
+    place = (b * H + h) * chunks + n
+    before = 0.0
+    for part in tl.static_range(2):
+        t = (n * 2 + part) * _HALF + half
+        at = (b * tokens + t)[:, None] * channels + (G + h // (H // G)) * K + of_k[None, :]
+        k = tl.load(y_ptr + at, mask=(t < tokens)[:, None], other=0.0)
+        g, beta = _rates(a_ptr + b * a_b + h, b_ptr + b * b_b + h, a_log, dt, t, a_t, b_t, keep)
+        decay = tl.cumsum(g, axis=0) + before
+        before += tl.sum(g, axis=0)
+        to = (place * 2 + part) * _HALF
+        tl.store(decay_ptr + to + half, decay)
+        tl.store(beta_ptr + to + half, beta)
+        below = tl.dot(k, tl.trans(k), input_precision=PRECISION) * beta[:, None]
+        later = half[:, None] > half[None, :]
+        below *= tl.exp(tl.where(later, decay[:, None] - decay[None, :], float("-inf")))
+        tl.store(systems_ptr + (to + half)[:, None] * _HALF + half[None, :], below)
+
+
 @triton.jit
-def _unit_inverse(above, SIZE: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A, given A^T, row after row: T_i = e_i - sum_{j < i} A_ij T_j."""
+def _inverse_kernel(systems_ptr, inverses_ptr, SIZE: tl.constexpr):
+    """(I + A)^-1 of strictly lower triangular A, row after row: T_i = e_i - sum_{j < i} A_ij T_j. A program of one warp
+    has one A. A thread holds a column of T, and rows of A come from memory, so no step waits for another warp;
+    unrolled, a step changes one register."""
+    at = tl.program_id(0).to(tl.int64) * SIZE * SIZE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0)
-    for i in range(1, SIZE):
-        a = tl.sum(tl.where(column == i, above, 0.0), axis=1)
+    for i in tl.static_range(1, SIZE):
+        a = tl.load(systems_ptr + at + i * SIZE + tl.arange(0, SIZE))
         less = tl.sum(a[:, None] * inverse, axis=0)
         inverse -= tl.where(row == i, less[None, :], 0.0)
-    return inverse
+    tl.store(inverses_ptr + at + row * SIZE + column, inverse)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
-def _factors_kernel(y_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, keep_ptr, erased_ptr, written_ptr, decay_ptr, tokens,
-                    channels, chunks, a_b, a_t, b_b, b_t, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
-                    V: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _factors_kernel(y_ptr, inverses_ptr, decay_ptr, beta_ptr, erased_ptr, written_ptr, tokens, channels, chunks,
+                    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
     """A program has one chunk of one head. The chunk is two halves: (I + A)^-1 = [[P, 0], [-Q A_10 P, Q]]."""
     n, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    keep = tokens if keep_ptr is None else tl.load(keep_ptr + b).to(tl.int32)
     half = tl.arange(0, _HALF)
     of_k, of_v = tl.arange(0, K), tl.arange(0, V)
     t_0 = n * 2 * _HALF + half
@@ -96,46 +135,32 @@ def _factors_kernel(y_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, keep_ptr, erased_ptr
     value = y_ptr + 2 * G * K + h * V + of_v[None, :]
     k_0 = tl.load(key + t_0.to(tl.int64)[:, None] * channels, mask=(t_0 < tokens)[:, None], other=0.0)
     k_1 = tl.load(key + t_1.to(tl.int64)[:, None] * channels, mask=(t_1 < tokens)[:, None], other=0.0)
-
-    a_log, dt = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
-    a_ptr += b * a_b + h
-    b_ptr += b * b_b + h
-    g_0, beta_0 = _rates(a_ptr, b_ptr, a_log, dt, t_0, a_t, b_t, keep)
-    g_1, beta_1 = _rates(a_ptr, b_ptr, a_log, dt, t_1, a_t, b_t, keep)
-    decay_0 = tl.cumsum(g_0, axis=0)
-    decay_1 = tl.cumsum(g_1, axis=0) + tl.sum(g_0, axis=0)
     place = (b * H + h) * chunks + n
-    tl.store(decay_ptr + place * 2 * _HALF + half, decay_0)
-    tl.store(decay_ptr + place * 2 * _HALF + _HALF + half, decay_1)
-
-    later = half[:, None] < half[None, :]  # A^T: the column is the later token
-    above = tl.dot(k_0, tl.trans(k_0), input_precision=PRECISION) * beta_0[None, :]
-    above *= tl.exp(tl.where(later, decay_0[None, :] - decay_0[:, None], float("-inf")))
-    p = _unit_inverse(above, _HALF)
-    above = tl.dot(k_1, tl.trans(k_1), input_precision=PRECISION) * beta_1[None, :]
-    above *= tl.exp(tl.where(later, decay_1[None, :] - decay_1[:, None], float("-inf")))
-    q = _unit_inverse(above, _HALF)
+    at_0, at_1 = place * 2 * _HALF + half, place * 2 * _HALF + _HALF + half
+    decay_0, decay_1 = tl.load(decay_ptr + at_0), tl.load(decay_ptr + at_1)
+    beta_0, beta_1 = tl.load(beta_ptr + at_0), tl.load(beta_ptr + at_1)
+    p = tl.load(inverses_ptr + at_0[:, None] * _HALF + half[None, :])
+    q = tl.load(inverses_ptr + at_1[:, None] * _HALF + half[None, :])
     below = tl.dot(k_1, tl.trans(k_0), input_precision=PRECISION) * beta_1[:, None]
     below *= tl.exp(decay_1[:, None] - decay_0[None, :])
     r = -tl.dot(tl.dot(q, below, input_precision="tf32x3"), p, input_precision="tf32x3")
 
     p, q, r = p * beta_0[None, :], q * beta_1[None, :], r * beta_0[None, :]
+    start_0, start_1 = tl.exp(decay_0)[None, :], tl.exp(decay_1)[None, :]
+    x_0 = tl.dot((p * start_0).to(k_0.dtype), k_0, input_precision=PRECISION)
+    x_1 = tl.dot((r * start_0).to(k_0.dtype), k_0, input_precision=PRECISION)
+    x_1 = tl.dot((q * start_1).to(k_0.dtype), k_1, x_1, input_precision=PRECISION)
+    to = erased_ptr + of_k[None, :]
+    tl.store(to + at_0[:, None] * K, x_0.to(k_0.dtype))
+    tl.store(to + at_1[:, None] * K, x_1.to(k_0.dtype))
     v_0 = tl.load(value + t_0.to(tl.int64)[:, None] * channels, mask=(t_0 < tokens)[:, None], other=0.0)
     v_1 = tl.load(value + t_1.to(tl.int64)[:, None] * channels, mask=(t_1 < tokens)[:, None], other=0.0)
     x_0 = tl.dot(p.to(v_0.dtype), v_0, input_precision=PRECISION)
-    x_1 = tl.dot(q.to(v_0.dtype), v_1, tl.dot(r.to(v_0.dtype), v_0, input_precision=PRECISION),
-                 input_precision=PRECISION)  # fmt: skip
-    to = written_ptr + (place * 2 * _HALF + half)[:, None] * V + of_v[None, :]
-    tl.store(to, x_0.to(v_0.dtype))
-    tl.store(to + _HALF * V, x_1.to(v_0.dtype))
-    start_0, start_1 = tl.exp(decay_0)[None, :], tl.exp(decay_1)[None, :]
-    x_0 = tl.dot((p * start_0).to(k_0.dtype), k_0, input_precision=PRECISION)
-    x_1 = tl.dot((q * start_1).to(k_0.dtype), k_1,
-                 tl.dot((r * start_0).to(k_0.dtype), k_0, input_precision=PRECISION),
-                 input_precision=PRECISION)  # fmt: skip
-    to = erased_ptr + (place * 2 * _HALF + half)[:, None] * K + of_k[None, :]
-    tl.store(to, x_0.to(k_0.dtype))
-    tl.store(to + _HALF * K, x_1.to(k_0.dtype))
+    x_1 = tl.dot(r.to(v_0.dtype), v_0, input_precision=PRECISION)
+    x_1 = tl.dot(q.to(v_0.dtype), v_1, x_1, input_precision=PRECISION)
+    to = written_ptr + of_v[None, :]
+    tl.store(to + at_0[:, None] * V, x_0.to(v_0.dtype))
+    tl.store(to + at_1[:, None] * V, x_1.to(v_0.dtype))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -221,18 +246,25 @@ def delta_chunks(
     y = new(batch, tokens, channels)
     conv_after, state_after = conv_BWC.new_empty(conv_BWC.shape), wide(state_BHKV.shape)
     erased, written = (new(batch, heads, chunks, CHUNK, n) for n in (width, value_width))
-    starts, decay = new(batch, heads, chunks, width, value_width), wide(batch, heads, chunks, CHUNK)
+    starts = new(batch, heads, chunks, width, value_width)
+    decay, beta = (wide(batch, heads, chunks, CHUNK) for _ in range(2))
+    systems, inverses = (wide(batch, heads, chunks, CHUNK, CHUNK // 2) for _ in range(2))
     o = new(batch, tokens, heads, value_width)
     precision = "tf32x3" if qkv_BTC.dtype == torch.float32 else "tf32"
     sizes = heads, key_heads, width, value_width
 
-    _convolution_kernel[(triton.cdiv(tokens, 32), triton.cdiv(channels, width), batch)](
+    steps = 8 if tokens >= _MANY else 1
+    _convolution_kernel[(triton.cdiv(tokens, 16 * steps), triton.cdiv(channels, width), batch)](
         qkv_BTC, conv_BWC, weight_CW, keep_B, y, conv_after, tokens, channels, *qkv_BTC.stride()[:2],
-        *conv_BWC.stride()[:2], key_heads, width, weight_CW.shape[1], 32, num_warps=8,
+        *conv_BWC.stride()[:2], key_heads, width, weight_CW.shape[1], 16, steps, num_warps=4,
     )  # fmt: skip
+    _systems_kernel[(chunks, heads, batch)](
+        y, a_BTH, b_BTH, A_log_H, dt_bias_H, keep_B, systems, decay, beta, tokens, channels, chunks,
+        *a_BTH.stride()[:2], *b_BTH.stride()[:2], heads, key_heads, width, precision, num_warps=4,
+    )  # fmt: skip
+    _inverse_kernel[(batch * heads * chunks * 2,)](systems, inverses, CHUNK // 2, num_warps=1)
     _factors_kernel[(chunks, heads, batch)](
-        y, a_BTH, b_BTH, A_log_H, dt_bias_H, keep_B, erased, written, decay, tokens, channels, chunks,
-        *a_BTH.stride()[:2], *b_BTH.stride()[:2], *sizes, precision, num_warps=4,
+        y, inverses, decay, beta, erased, written, tokens, channels, chunks, *sizes, precision, num_warps=4,
     )  # fmt: skip
     columns = min(32, value_width)
     _states_kernel[(value_width // columns, heads, batch)](

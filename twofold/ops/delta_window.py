@@ -22,6 +22,14 @@ class OpenWindow(NamedTuple):
     factors: DeltaWindow
 
 
+class Slot(NamedTuple):
+    """A layer among those that are committed together, and what its kernels keep for all of them."""
+
+    layer: int
+    layers: int
+    held: dict[str, Tensor]
+
+
 def decay_and_strength(a_BTH: Tensor, b_BTH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b); g in float32 at least, since a decay rounded to
     bfloat16 is another decay."""
@@ -39,13 +47,14 @@ def delta_pass(
     conv_BWC: Tensor,
     state_BHKV: Tensor,
     keep: Tensor | int | None = None,
+    slot: Slot | None = None,
     convolve: Callable[[Tensor, Tensor], Tensor] = causal_convolution,
 ) -> tuple[Tensor, OpenWindow]:
     """The delta rule of `ops.gated_delta` over silu(conv([conv; qkv])), from the state. Changes neither state.
 
     `conv_BWC` holds the W - 1 inputs before the pass. `keep` is the n of the commit to come, where that is known: o may
-    then be anything past it, and the window serves no other commit (this one, the reference, serves them all). Returns
-    (o [B, T, H, V], window).
+    then be anything past it, and the window serves no other commit (this one, the reference, serves them all). With a
+    `slot` the window may lie in what it holds, until the layer's next pass. Returns (o [B, T, H, V], window).
     """
     _, heads, width, value_width = state_BHKV.shape
     value_dim = heads * value_width

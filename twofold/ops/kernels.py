@@ -1,7 +1,5 @@
 """The functions that a model computes with, chosen once and handed to it."""
 
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,11 +36,15 @@ class Kernels:
     packed_attention: Callable[..., Tensor]
     packed_convolution: Callable[..., Tensor]
     packed_delta: Callable[..., Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    # of weights that may change
+    norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
     # of frozen weights
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     freeze_linear: Callable[[Tensor, bool], Linear]
-    freeze_packed: Callable[[Tensor, Tensor, Tensor | None, int, bool, torch.dtype], Linear | None] | None
+    freeze_packed: Callable[..., Linear | None] | None
     join: Callable[[Linear, Linear], Linear | None] | None
     top1: Callable[[Linear, Tensor], Tensor]
 
@@ -58,6 +60,9 @@ class Kernels:
             packed_attention=packed.packed_attention,
             packed_convolution=packed.packed_convolution,
             packed_delta=packed.packed_delta,
+            rotate=norms.rotate,
+            norm=norms.rms_norm,
+            silu_mul=norms.silu_mul,
             rms_norm=norms.rms_norm,
             gated_rms_norm=norms.gated_rms_norm,
             freeze_linear=linear.dense_linear,
@@ -73,14 +78,14 @@ class Kernels:
     @staticmethod
     def cuda(*, overlap: bool = False) -> "Kernels":
         """`overlap`: a decode kernel may start before the one before it has ended (sm_90 and newer)."""
-        from twofold.ops import packed_cuda
-        from twofold.ops.decode import served
+        from twofold.ops import compiled, packed_cuda
+        from twofold.ops.decode import products, served
 
         return replace(
             Kernels.reference(),
             name="cuda",
             prefill_chunk=8192,  # the large products are worth it, and dense weights are made once a chunk
-            prefill_sizes=(64, 128, 256, 512),
+            prefill_sizes=(64, 128, 256, 512, 768, 1024, 1536, 2048),  # the host takes 50 ms to launch a pass
             store_keys=partial(served.store_keys, overlap=overlap),
             cache_attention=partial(served.cache_attention, overlap=overlap),
             delta_pass=partial(served.delta_pass, overlap=overlap),
@@ -88,34 +93,43 @@ class Kernels:
             draft_attention=draft_attention.flex_draft_attention,
             packed_attention=packed_cuda.packed_attention,
             packed_convolution=packed_cuda.packed_convolution,
+            rotate=compiled.rotate,
+            norm=compiled.rms_norm,
+            silu_mul=compiled.silu_mul,
             rms_norm=partial(served.rms_norm, overlap=overlap),
             gated_rms_norm=partial(served.gated_rms_norm, overlap=overlap),
-            freeze_linear=partial(served.freeze_linear, overlap=overlap),
-            freeze_packed=partial(served.freeze_packed, overlap=overlap),
-            join=served.join,
-            top1=served.top1,
+            freeze_linear=partial(products.freeze_linear, overlap=overlap),
+            freeze_packed=partial(products.freeze_packed, overlap=overlap),
+            join=products.join,
+            top1=products.top1,
         )
+
+    def with_fp8_prefill(self, device: torch.device | str) -> "Kernels | None":
+        """Of packed layers, products of more rows than a decode pass has with 8-bit floats on both sides, see `fp8`;
+        None where a device has none (sm_89 and newer do)."""
+        from twofold.ops import fp8
+
+        if torch.device(device).type != "cuda":
+            return replace(self, name=f"{self.name}, FP8", freeze_linear=fp8.fp8_linear, freeze_packed=None)
+        if self.freeze_packed is None or torch.cuda.get_device_capability(device) < (8, 9):
+            return None
+        return replace(self, name=f"{self.name}, FP8 prefill", freeze_packed=partial(self.freeze_packed, fp8=True))
 
     @staticmethod
     def auto(device: torch.device | str, *, overlap: bool = True) -> "Kernels":
         """The fastest set that this machine can run on `device`."""
         if torch.device(device).type != "cuda":
             return Kernels.cpu()
-        from twofold.ops.decode import served
+        from twofold.ops.decode import products
 
         kernels, reference = Kernels.cuda(overlap=overlap), Kernels.reference()
         if (lack := draft_attention.why_no_flex()) is not None:
-            _say_once(f"slower, and drafters train with more memory, without Triton's kernels: {lack}")
+            products.say_once(f"slower, and drafters train with more memory, without Triton's kernels: {lack}")
             passes = ("store_keys", "cache_attention", "delta_pass", "delta_commit", "rms_norm", "gated_rms_norm")
-            others = ("draft_attention", "packed_convolution")
+            others = ("draft_attention", "packed_convolution", "rotate", "norm", "silu_mul")
             kernels = replace(kernels, **{name: getattr(reference, name) for name in passes + others})
-        if (lack := served.why_no_products(device)) is not None:
-            _say_once(f"packed layers are multiplied as dense ones: {lack}")
-            products = ("freeze_linear", "freeze_packed", "join", "top1")
-            kernels = replace(kernels, **{name: getattr(reference, name) for name in products})
+        if (lack := products.why_no_products(device)) is not None:
+            products.say_once(f"packed layers are multiplied as dense ones: {lack}")
+            parts = ("freeze_linear", "freeze_packed", "join", "top1")
+            kernels = replace(kernels, **{name: getattr(reference, name) for name in parts})
         return kernels
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.ops.norms import rms_norm
+from twofold.ops.norms import rms_norm, silu_mul
 
 FEW_ROWS = 64
 
@@ -34,8 +34,7 @@ def around(product: Callable[[Tensor], Tensor], gated: bool) -> Linear:
     def apply(x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         y = product(x if norm is None else rms_norm(x, *norm))
         if gated:
-            gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
+            y = silu_mul(*y.chunk(2, dim=-1))
         return y if residual is None else residual + y
 
     return apply

@@ -38,3 +38,8 @@ def rotate(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """y = silu(gate) * up."""
+    return F.silu(gate) * up

@@ -126,7 +126,7 @@ def _gpu_kernels() -> Finding:
     """Whether the fast kernels can run; without them the reference and CPU kernels do."""
     import torch
 
-    from twofold.ops.decode.served import why_no_products
+    from twofold.ops.decode.products import why_no_products
 
     def finding(mark: Literal["ok", "no", "info"], text: str) -> Finding:
         return Finding(name="GPU kernels", mark=mark, text=text)

@@ -11,15 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twofold.ops.decode.linear_cuda import (
-    Config,
-    Fused,
-    defines,
-    grid,
-    partial_sizes,
-    shared_bytes,
-    top1_shared_bytes,
-)
+from twofold.ops.decode.division import Config, grid, partial_sizes, shared_bytes
+from twofold.ops.decode.linear_cuda import Fused, defines, top1_shared_bytes
 from twofold.ops.decode.packed_weight import PackedWeight
 
 SOURCE = Path(__file__).parents[3] / "twofold/ops/decode/linear.cu"

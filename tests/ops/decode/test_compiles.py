@@ -12,7 +12,8 @@ import torch
 
 from tests.ops.decode.on_device import INTERPRETED
 from twofold.ops.decode import linear_cuda
-from twofold.ops.decode.linear_cuda import Fused, choose, defines, validate
+from twofold.ops.decode.division import choose, validate
+from twofold.ops.decode.linear_cuda import Fused, defines
 from twofold.ops.decode.packed_weight import PackedWeight
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -82,7 +83,7 @@ def test_delta(gated: bool, capability: int) -> None:
     from twofold.ops.decode import delta_triton as kernels
 
     sizes = {"T": 16, "H": 32, "G": 16, "K": 128, "V": 128, "TOKENS": 16}
-    inputs = ("x_ptr", "conv_ptr", "weight_ptr", "a_ptr", "b_ptr", "a_log_ptr", "dt_ptr", "o_ptr")
+    inputs = ("x_ptr", "conv_ptr", "weight_ptr", "a_ptr", "b_ptr", "a_log_ptr", "dt_ptr", "o_ptr", "copy_ptr")
     factors = {"state_ptr": FLOAT, "k_ptr": FLOAT, "u_ptr": FLOAT, "decay_ptr": FLOAT}
     gate: dict[str, Any] = dict.fromkeys(("z_ptr", "norm_ptr"), BF16 if gated else None)
     pointers = {**dict.fromkeys(inputs, BF16), **factors, **(gate if gated else {})}
@@ -108,6 +109,9 @@ def test_norms(capability: int) -> None:
         constants: dict[str, Any] = {"D": 2560, "GATED": gated, "BLOCK": 4096}
         constants |= {name: None for name in ("other_ptr", "h_ptr") if name not in names}
         compile_triton(kernels._norm_kernel, dict.fromkeys(names, BF16), constants, capability, num_warps=8)
+    names = ("x_ptr", "gate_ptr", "weight_ptr", "y_ptr")
+    constants = {"D": 128, "BLOCK": 128, "HEADS": 32}
+    compile_triton(kernels._heads_kernel, dict.fromkeys(names, BF16), constants, capability, num_warps=4)
     compile_triton(kernels._silu_mul_kernel, {"x_ptr": BF16, "y_ptr": BF16}, {"BLOCK": 1024}, capability, num_warps=4)
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.decode.on_device import DEVICE, DTYPES, needs_triton, tolerance
-from twofold.ops.decode import delta
+from twofold.ops import delta_window
+from twofold.ops.decode import delta, served
 from twofold.ops.decode.delta import WindowFactors
 
 BATCH, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH, CONV = 2, 4, 2, 16, 32, 4
@@ -59,7 +60,9 @@ def test_window(tokens: int, gated: bool, dtype: torch.dtype) -> None:
     wide = [t.float() for t in inputs]
     wide_extra = {name: x.float() if isinstance(x, Tensor) else x for name, x in extra.items()}
     expected, expected_factors = delta.delta_window(*wide, **wide_extra)
-    o, factors = delta_triton.delta_window(*inputs, **extra)
+    copy = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+    o, factors = delta_triton.delta_window(*inputs, copy_BTC=copy, **extra)
+    assert torch.equal(copy, inputs[0])
     torch.testing.assert_close(o.float(), expected, **tolerance(dtype))
     torch.testing.assert_close(tuple(factors), tuple(expected_factors), rtol=1e-3, atol=1e-3)
     assert torch.equal(inputs[-1], wide[-1])
@@ -117,3 +120,28 @@ def test_commit_of_every_n(layers: int) -> None:
             kept, expected = conv.clone(), conv.clone()
             delta_triton.commit_convolution_(kept, x, n_B)
             assert torch.equal(kept, delta.commit_convolution_(expected, x, n_B))
+
+
+@needs_triton
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_layers_with_slots_are_committed_as_without(tokens: int) -> None:
+    """In the memory that the state keeps, also where a longer or shorter pass was before."""
+    held: dict[str, Tensor] = {}
+    layers = [window(tokens, torch.float32, DEVICE) for _ in range(3)]
+    for inputs in layers:
+        inputs[0] = torch.randn_like(inputs[0])
+    n_B = torch.tensor([tokens, tokens // 2], device=DEVICE)
+    after = []
+    for slots in ([None] * 3, [delta_window.Slot(layer, 3, held) for layer in range(3)]):
+        conv, state = (torch.stack([inputs[i] for inputs in layers]) for i in (1, -1))
+        windows = []
+        for length in (16, 1, tokens):  # the first two are discarded
+            longer = [window(length, torch.float32, DEVICE) if length != tokens else inputs for inputs in layers]
+            windows = [
+                served.delta_pass(x, a, b, weight, A_log, dt_bias, conv[layer], state[layer], None, slot)[1]
+                for layer, ((x, _, weight, a, b, A_log, dt_bias, _), slot) in enumerate(zip(longer, slots, strict=True))
+            ]
+        served.delta_commit(windows, n_B, conv, state)
+        after.append((conv, state))
+    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+    assert len(held) == 4

@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.decode.test_packed_weight import KINDS, random_weight, relative
 from twofold.ops.decode import cuda, linear_cuda
-from twofold.ops.decode.linear_cuda import Config
+from twofold.ops.decode.division import Config, shared_bytes
 from twofold.ops.decode.packed_weight import PackedWeight, pack_bf16, pack_w4, packed_linear, top1, unpack
 from twofold.ops.integers import dequantize
 
@@ -106,7 +106,7 @@ def test_every_division_of_the_work(warps: int, tiles: int) -> None:
     most = cuda.most_shared(0)
     for stages, blocks, split in ((1, 1, 1), (3, 1, 2), (2, 2, 3)):
         config = Config(warps=warps, tiles=tiles, row_tiles=2, stages=stages, blocks=blocks, split=split)
-        if linear_cuda.shared_bytes(weight, config) > most:
+        if shared_bytes(weight, config) > most:
             with pytest.raises(ValueError, match="use fewer stages"):
                 linear_cuda.packed_linear(x, weight, config=config)
         else:

@@ -45,3 +45,19 @@ def test_gated_norm_of_heads(dtype: torch.dtype) -> None:
     w = torch.rand(32, device=DEVICE, dtype=dtype)
     expected = plain.gated_rms_norm(o, z, w, 1e-6)
     torch.testing.assert_close(norms_triton.gated_rms_norm(o, z, w, 1e-6), expected, **tolerance(dtype))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (5, 24), (48, 128)])
+def test_gated_norm_of_many_heads(heads: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a prefill, where a program has several."""
+    from twofold.ops.decode import norms_triton
+
+    monkeypatch.setattr(norms_triton, "MANY_HEADS", 0)
+    torch.manual_seed(0)
+    o = torch.randn(1, 3, heads, width, device=DEVICE, dtype=dtype)
+    z = torch.randn(1, 3, 8 + heads * width, device=DEVICE, dtype=dtype)[..., 8:].unflatten(-1, (heads, width))
+    w = torch.rand(width, device=DEVICE, dtype=dtype)
+    expected = plain.gated_rms_norm(o, z, w, 1e-6)
+    torch.testing.assert_close(norms_triton.gated_rms_norm(o, z, w, 1e-6), expected, **tolerance(dtype))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.decode import emulated
-from twofold.ops.decode.linear_cuda import Config, choose, streams, validate
+from twofold.ops.decode.division import Config, choose, streams, validate
 from twofold.ops.decode.packed_weight import (
     PackedWeight,
     pack_bf16,

@@ -2,7 +2,10 @@
 
 The queries of all T positions and of the H / G heads of a key head stand in one tile, so a key is read once. A fixed
 grid has `splits` programs for a key head; each takes an equal part of the keys that its row has, a length read on the
-device, and those without one end at once. Their results (o, log2 of the sum) are put together by a second kernel.
+device, and those without one end at once. Their results (o, log2 of the sum) are put together by a second kernel: by
+its many programs, since one that does so for a head's 16 queries would read a megabyte.
+
+Where launches overlap, lengths, norms and the rotary table are read before the wait: a pass does not write them.
 """
 
 import functools
@@ -12,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twofold.ops.decode.overlap_triton import able, in_turn, options
+from twofold.ops.decode.overlap_triton import able, await_before, let_next_start, options
 
 LEAST = 128  # keys that are worth a program
 
@@ -31,7 +34,7 @@ def _split_kernel(q_ptr, k_ptr, v_ptr, lengths_ptr, o_ptr, log_ptr, q_b, q_t, q_
                   splits, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
                   CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
                   PRECISION: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    in_turn(OVERLAP)
+    let_next_start(OVERLAP)
     split, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     M_BLOCKS: tl.constexpr = (T * (H // G) + BLOCK_M - 1) // BLOCK_M
     g = tl.program_id(1) // M_BLOCKS
@@ -39,6 +42,7 @@ def _split_kernel(q_ptr, k_ptr, v_ptr, lengths_ptr, o_ptr, log_ptr, q_b, q_t, q_
     first, count, each = _part(length, WINDOW, T, splits, BLOCK_N, CHUNK)
     start = first + split * each
     end = tl.minimum(start + each, first + count)
+    await_before(OVERLAP)
     if start < end:
         m = (tl.program_id(1) % M_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
         t, h = m // (H // G), g * (H // G) + m % (H // G)
@@ -79,11 +83,12 @@ def _combine_kernel(o_ptr, log_ptr, lengths_ptr, gate_ptr, out_ptr, gate_b, gate
                     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
                     CHUNK: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
                     OVERLAP: tl.constexpr):  # fmt: skip
-    in_turn(OVERLAP)
+    let_next_start(OVERLAP)
     b, t, h = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     length = tl.load(lengths_ptr + b).to(tl.int32)
     _, count, each = _part(length, WINDOW, T, splits, BLOCK_N, CHUNK)
     used = tl.cdiv(count, each)
+    await_before(OVERLAP)
     row = (b * T + t) * H + h
     split, d = tl.arange(0, SPLITS), tl.arange(0, D)
     gate = 1.0
@@ -164,18 +169,26 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @triton.jit
-def _turned(x_ptr, norm_ptr, cos_ptr, sin_ptr, position, eps, D: tl.constexpr, R: tl.constexpr):
-    """The head at x_ptr, normalized and rotated. The partner of each number is read once more."""
-    d = tl.arange(0, D)
-    partner = tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
-    x = tl.load(x_ptr + d).to(tl.float32)
-    other = tl.load(x_ptr + partner).to(tl.float32)
+def _scale(norm_ptr, cos_ptr, sin_ptr, position, d, R: tl.constexpr):
+    """What the numbers at d of a head are turned with: the norm's weight, cos and sin."""
+    weight = 1.0
     if norm_ptr is not None:
-        factor = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
-        x *= factor * tl.load(norm_ptr + d).to(tl.float32)
-        other *= factor * tl.load(norm_ptr + partner).to(tl.float32)
+        weight = tl.load(norm_ptr + d).to(tl.float32)
     cos = tl.load(cos_ptr + position * R + d, mask=d < R, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * R + d, mask=d < R, other=0.0).to(tl.float32)
+    return weight, cos, sin
+
+
+@triton.jit
+def _turned(x_ptr, weight, other_weight, cos, sin, d, partner, eps, NORMED: tl.constexpr, D: tl.constexpr,
+            R: tl.constexpr):  # fmt: skip
+    """The head at x_ptr, normalized and rotated. The partner of each number is read once more."""
+    x = tl.load(x_ptr + d).to(tl.float32)
+    other = tl.load(x_ptr + partner).to(tl.float32)
+    if NORMED:
+        factor = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+        x *= factor * weight
+        other *= factor * other_weight
     return x * cos + tl.where(d < R // 2, -other, other) * sin
 
 
@@ -184,19 +197,28 @@ def _store_kernel(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
                   values_ptr, q_b, q_t, q_h, k_b, k_t, k_g, v_b, v_t, v_g, keys_b, keys_s, keys_g, values_b, values_s,
                   values_g, eps, T, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                   OVERLAP: tl.constexpr):  # fmt: skip
-    in_turn(OVERLAP)
+    let_next_start(OVERLAP)
     b, t, head = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     position = tl.load(lengths_ptr + b).to(tl.int64) + t
     d = tl.arange(0, D)
+    partner = tl.where(d < R // 2, d + R // 2, tl.where(d < R, d - R // 2, d))
     if q_ptr is not None:  # noqa: SIM102 - decided when it is compiled: without q there is nothing to compile
         if head < H:
-            q = _turned(q_ptr + b * q_b + t * q_t + head * q_h, q_norm_ptr, cos_ptr, sin_ptr, position, eps, D, R)
+            weight, cos, sin = _scale(q_norm_ptr, cos_ptr, sin_ptr, position, d, R)
+            other = 1.0 if q_norm_ptr is None else tl.load(q_norm_ptr + partner).to(tl.float32)
+            await_before(OVERLAP)
+            at = q_ptr + b * q_b + t * q_t + head * q_h
+            q = _turned(at, weight, other, cos, sin, d, partner, eps, q_norm_ptr is not None, D, R)
             tl.store(new_q_ptr + ((b * T + t) * H + head) * D + d, q.to(new_q_ptr.dtype.element_ty))
     if head >= H:
         g = head - H
-        k = _turned(k_ptr + b * k_b + t * k_t + g * k_g, k_norm_ptr, cos_ptr, sin_ptr, position, eps, D, R)
-        tl.store(keys_ptr + b * keys_b + position * keys_s + g * keys_g + d, k.to(keys_ptr.dtype.element_ty))
+        weight, cos, sin = _scale(k_norm_ptr, cos_ptr, sin_ptr, position, d, R)
+        other = 1.0 if k_norm_ptr is None else tl.load(k_norm_ptr + partner).to(tl.float32)
+        await_before(OVERLAP)
+        at = k_ptr + b * k_b + t * k_t + g * k_g
         v = tl.load(v_ptr + b * v_b + t * v_t + g * v_g + d)
+        k = _turned(at, weight, other, cos, sin, d, partner, eps, k_norm_ptr is not None, D, R)
+        tl.store(keys_ptr + b * keys_b + position * keys_s + g * keys_g + d, k.to(keys_ptr.dtype.element_ty))
         tl.store(values_ptr + b * values_b + position * values_s + g * values_g + d, v.to(values_ptr.dtype.element_ty))
 
 

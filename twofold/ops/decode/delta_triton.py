@@ -1,9 +1,13 @@
 """`delta_window`, `commit_delta_` and `commit_convolution_` (equations in delta.py and ops/gated_delta.py).
 
 A program has one value head, or some of its columns: convolution, activation, unit length, decay, the triangular system
-and the products, with the state read once. (I + A)^-1 is made of diagonal blocks of 1, 2, 4, 8 rows, which is as stable
-as substitution. What enters the state is computed in three tf32 products for each float32 one; what is read from it,
-and rounded to bfloat16 in the end, in one.
+and the products, with the state read once. (I + A)^-1 is made of two diagonal blocks of 8 rows, each of them
+(I + N)(I + N^2)(I + N^4) with N^8 = 0: five products one after the other, and numbers that stay small. What enters the
+state is computed in three tf32 products for each float32 one; what is read from it, and rounded to bfloat16 in the end,
+in one.
+
+Where launches overlap, state, weights and the inputs before the window are read before the wait: only commits write
+them, and between a commit and the next pass stand kernels that overlap with nothing.
 """
 
 import torch
@@ -12,62 +16,85 @@ import triton.language as tl
 from torch import Tensor
 
 from twofold.ops.decode.delta import WindowFactors
-from twofold.ops.decode.overlap_triton import able, in_turn, options
+from twofold.ops.decode.overlap_triton import able, await_before, in_turn, let_next_start, options
 
 TOKENS = 16
 
 
 @triton.jit
-def _convolved(x_ptr, conv_ptr, weight_ptr, channel, t, x_t, conv_w, T: tl.constexpr, W: tl.constexpr):
-    """silu of the convolution at every token, for some channels; zero past T."""
+def _convolved_before(conv_ptr, weight_ptr, channel, t, conv_w, T: tl.constexpr, W: tl.constexpr):
+    """What the inputs before the window add to the convolution at every token, for some channels."""
     z = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
+    for j in tl.static_range(W - 1):
+        old = (t + j < W - 1) & (t < T)
+        x = tl.load(conv_ptr + (t + j)[:, None] * conv_w + channel[None, :], mask=old[:, None], other=0.0)
+        z += x.to(tl.float32) * tl.load(weight_ptr + channel * W + j).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit
+def _convolved(z, x_ptr, weight_ptr, channel, t, x_t, copy_ptr, copies, C: tl.constexpr, T: tl.constexpr,
+               W: tl.constexpr):  # fmt: skip
+    """silu of the convolution, z of what lies before the window; zero past T. With `copies`, x is left at copy_ptr."""
     for j in tl.static_range(W):
         source = t + j - (W - 1)
-        new, old = (source >= 0) & (t < T), (source < 0) & (t < T)
-        x = tl.load(x_ptr + source[:, None] * x_t + channel[None, :], mask=new[:, None], other=0.0).to(tl.float32)
-        x += tl.load(conv_ptr + (t + j)[:, None] * conv_w + channel[None, :], mask=old[:, None], other=0.0).to(
-            tl.float32
-        )
-        z += x * tl.load(weight_ptr + channel * W + j).to(tl.float32)[None, :]
+        new = (source >= 0) & (t < T)
+        x = tl.load(x_ptr + source[:, None] * x_t + channel[None, :], mask=new[:, None], other=0.0)
+        z += x.to(tl.float32) * tl.load(weight_ptr + channel * W + j).to(tl.float32)[None, :]
+        if copy_ptr is not None and j == W - 1:
+            tl.store(copy_ptr + t[:, None] * C + channel[None, :], x, mask=new[:, None] & copies)
     return z * tl.sigmoid(z)
 
 
 @triton.jit
-def _log_decay(a, dt_ptr, a_log_ptr, h):
-    a += tl.load(dt_ptr + h).to(tl.float32)
+def _log_decay(a, dt, a_log):
+    a += dt
     soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    return -tl.exp(tl.load(a_log_ptr + h).to(tl.float32)) * soft
+    return -tl.exp(a_log) * soft
 
 
 @triton.jit
-def _convolved_token(x_ptr, conv_ptr, weight_ptr, channel, conv_w, W: tl.constexpr):
-    z = tl.load(x_ptr + channel).to(tl.float32) * tl.load(weight_ptr + channel * W + W - 1).to(tl.float32)
+def _convolved_before_token(conv_ptr, weight_ptr, channel, conv_w, W: tl.constexpr):
+    z = tl.zeros([channel.shape[0]], tl.float32)
     for j in tl.static_range(W - 1):
         old = tl.load(conv_ptr + j * conv_w + channel).to(tl.float32)
         z += old * tl.load(weight_ptr + channel * W + j).to(tl.float32)
-    return z * tl.sigmoid(z)
+    return z
 
 
 @triton.jit
 def _token_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, state_ptr, z_ptr, norm_ptr, o_ptr,
-                  k_ptr, u_ptr, decay_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t, z_h, eps,
-                  T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                  k_ptr, u_ptr, decay_ptr, copy_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t,
+                  z_h, eps, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                   W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
                   READ: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """`_window_kernel` of one token: vectors, and no system to solve."""
-    in_turn(OVERLAP)
+    let_next_start(OVERLAP)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i = h // (H // G)
     of_k, of_v = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    q_at, k_at, v_at = i * K + of_k, (G + i) * K + of_k, 2 * G * K + h * V + of_v
     state = tl.load(state_ptr + b * state_b + h * K * V + of_k[:, None] * V + of_v[None, :])
-    a, beta = tl.load(a_ptr + b * a_b + h).to(tl.float32), tl.load(b_ptr + b * b_b + h).to(tl.float32)
-    g, beta = _log_decay(a, dt_ptr, a_log_ptr, h), tl.sigmoid(beta)
+    dt, a_log = tl.load(dt_ptr + h).to(tl.float32), tl.load(a_log_ptr + h).to(tl.float32)
+    conv_ptr += b * conv_b
+    q = _convolved_before_token(conv_ptr, weight_ptr, q_at, conv_w, W)
+    k = _convolved_before_token(conv_ptr, weight_ptr, k_at, conv_w, W)
+    v = _convolved_before_token(conv_ptr, weight_ptr, v_at, conv_w, W)
+    q_weight = tl.load(weight_ptr + q_at * W + W - 1).to(tl.float32)
+    k_weight = tl.load(weight_ptr + k_at * W + W - 1).to(tl.float32)
+    v_weight = tl.load(weight_ptr + v_at * W + W - 1).to(tl.float32)
+    await_before(OVERLAP)
 
     x_ptr += b * x_b
-    conv_ptr += b * conv_b
-    q = _convolved_token(x_ptr, conv_ptr, weight_ptr, i * K + of_k, conv_w, W)
-    k = _convolved_token(x_ptr, conv_ptr, weight_ptr, (G + i) * K + of_k, conv_w, W)
-    v = _convolved_token(x_ptr, conv_ptr, weight_ptr, 2 * G * K + h * V + of_v, conv_w, W)
+    new_q, new_k, new_v = tl.load(x_ptr + q_at), tl.load(x_ptr + k_at), tl.load(x_ptr + v_at)
+    q += new_q.to(tl.float32) * q_weight
+    k += new_k.to(tl.float32) * k_weight
+    v += new_v.to(tl.float32) * v_weight
+    a, beta = tl.load(a_ptr + b * a_b + h).to(tl.float32), tl.load(b_ptr + b * b_b + h).to(tl.float32)
+    g, beta = _log_decay(a, dt, a_log), tl.sigmoid(beta)
+    q *= tl.sigmoid(q)
+    k *= tl.sigmoid(k)
+    v *= tl.sigmoid(v)
     q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * K**-0.5
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
     state *= tl.exp(g)
@@ -80,6 +107,12 @@ def _token_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, 
         o *= z * tl.sigmoid(z)
     tl.store(o_ptr + (b * H + h) * V + of_v, o.to(o_ptr.dtype.element_ty))
     tl.store(u_ptr + (b * H + h) * V + of_v, u)
+    if copy_ptr is not None:
+        copy_ptr += b * (2 * G * K + H * V)
+        first = (part == 0) & (h % (H // G) == 0)  # of those that read the same keys
+        tl.store(copy_ptr + q_at, new_q, mask=(of_k < K) & first)
+        tl.store(copy_ptr + k_at, new_k, mask=(of_k < K) & first)
+        tl.store(copy_ptr + v_at, new_v)
     if part == 0:
         tl.store(decay_ptr + b * H + h, g)
         if h % (H // G) == 0:
@@ -88,25 +121,35 @@ def _token_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, 
 
 @triton.jit
 def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, state_ptr, z_ptr, norm_ptr, o_ptr,
-                   k_ptr, u_ptr, decay_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t, z_h, eps,
-                   T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                   k_ptr, u_ptr, decay_ptr, copy_ptr, x_b, x_t, conv_b, conv_w, a_b, a_t, b_b, b_t, state_b, z_b, z_t,
+                   z_h, eps, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                    W: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
                    READ: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    in_turn(OVERLAP)
+    let_next_start(OVERLAP)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i = h // (H // G)
     t, j = tl.arange(0, TOKENS), tl.arange(0, TOKENS)
     of_k, of_v = tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    q_at, k_at, v_at = i * K + of_k, (G + i) * K + of_k, 2 * G * K + h * V + of_v
     state = tl.load(state_ptr + b * state_b + h * K * V + of_k[:, None] * V + of_v[None, :])
-    a = tl.load(a_ptr + b * a_b + t * a_t + h, mask=t < T, other=0.0).to(tl.float32)
-    beta = tl.load(b_ptr + b * b_b + t * b_t + h, mask=t < T, other=0.0).to(tl.float32)
-    g = _log_decay(a, dt_ptr, a_log_ptr, h)
+    dt, a_log = tl.load(dt_ptr + h).to(tl.float32), tl.load(a_log_ptr + h).to(tl.float32)
+    conv_ptr += b * conv_b
+    q = _convolved_before(conv_ptr, weight_ptr, q_at, t, conv_w, T, W)
+    k = _convolved_before(conv_ptr, weight_ptr, k_at, t, conv_w, T, W)
+    v = _convolved_before(conv_ptr, weight_ptr, v_at, t, conv_w, T, W)
+    await_before(OVERLAP)
 
     x_ptr += b * x_b
-    conv_ptr += b * conv_b
-    q = _convolved(x_ptr, conv_ptr, weight_ptr, i * K + of_k, t, x_t, conv_w, T, W)
-    k = _convolved(x_ptr, conv_ptr, weight_ptr, (G + i) * K + of_k, t, x_t, conv_w, T, W)
-    v = _convolved(x_ptr, conv_ptr, weight_ptr, 2 * G * K + h * V + of_v, t, x_t, conv_w, T, W)
+    a = tl.load(a_ptr + b * a_b + t * a_t + h, mask=t < T, other=0.0).to(tl.float32)
+    beta = tl.load(b_ptr + b * b_b + t * b_t + h, mask=t < T, other=0.0).to(tl.float32)
+    C: tl.constexpr = 2 * G * K + H * V
+    if copy_ptr is not None:
+        copy_ptr += b * T * C
+    first = (part == 0) & (h % (H // G) == 0)  # of those that read the same keys
+    k = _convolved(k, x_ptr, weight_ptr, k_at, t, x_t, copy_ptr, first, C, T, W)
+    q = _convolved(q, x_ptr, weight_ptr, q_at, t, x_t, copy_ptr, first, C, T, W)
+    v = _convolved(v, x_ptr, weight_ptr, v_at, t, x_t, copy_ptr, True, C, T, W)
+    g = _log_decay(a, dt, a_log)
     q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * K**-0.5)[:, None]
     k *= tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
 
@@ -117,17 +160,19 @@ def _window_kernel(x_ptr, conv_ptr, weight_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr,
 
     dots = tl.dot(k, tl.trans(k), input_precision="tf32x3")
     mix = tl.where(j[None, :] < t[:, None], beta[:, None] * pair * dots, 0.0)
-    inverse = tl.where(t[:, None] == j[None, :], 1.0, 0.0) - tl.where(
-        (t[:, None] % 2 == 1) & (j[None, :] == t[:, None] - 1), mix, 0.0
-    )
-    for level in tl.static_range(1, 4):  # blocks of 2, 4, 8 rows: TOKENS is 16
-        below = ((t[:, None] >> level) % 2 == 1) & ((j[None, :] >> level) == (t[:, None] >> level) - 1)
-        lower = tl.dot(inverse, tl.where(below, mix, 0.0), input_precision="tf32x3")
-        inverse -= tl.dot(lower, inverse, input_precision="tf32x3")
+    near = (t[:, None] // 8) == (j[None, :] // 8)
+    one = tl.where(t[:, None] == j[None, :], 1.0, 0.0)
+    n1 = tl.where(near, -mix, 0.0)  # TOKENS is 16: two blocks on the diagonal and one below
+    n2 = tl.dot(n1, n1, input_precision="tf32x3")
+    n4 = tl.dot(n2, n2, input_precision="tf32x3")
+    inverse = tl.dot(n1, n2, one + n1 + n2, input_precision="tf32x3")
+    inverse = tl.dot(inverse, n4, inverse, input_precision="tf32x3")
+    below = tl.dot(inverse, tl.where(near, 0.0, -mix), input_precision="tf32x3")
 
     from_start = tl.exp(decay)[:, None]
     u = beta[:, None] * (v - from_start * tl.dot(k, state, input_precision="tf32x3"))
     u = tl.dot(inverse, u, input_precision="tf32x3")
+    u = tl.dot(below, u, u, input_precision="tf32x3")
     seen = pair * tl.dot(q, tl.trans(k), input_precision=READ)
     o = tl.dot(seen, u, from_start * tl.dot(q, state, input_precision=READ), input_precision=READ)
 
@@ -158,11 +203,12 @@ def delta_window(
     norm_V: Tensor | None = None,
     eps: float = 0.0,
     factors: WindowFactors | None = None,
+    copy_BTC: Tensor | None = None,
     overlap: bool = False,
     division: tuple[int, int] | None = None,
 ) -> tuple[Tensor, WindowFactors]:
-    """T <= 16; `factors` (of one layer, contiguous) are written where they are given. `division`: columns of a program
-    (all of them with z) and its warps."""
+    """T <= 16; `factors` (of one layer, contiguous) are written where they are given, and x to `copy`. `division`:
+    columns of a program (all of them with z) and its warps."""
     overlap = able(overlap, x_BTC.device)
     batch, num_tokens, channels = x_BTC.shape
     heads, width, value_width = state_BHKV.shape[1:]
@@ -183,6 +229,7 @@ def delta_window(
             new(batch, heads, num_tokens),
         )
     assert all(x.is_contiguous() for x in factors)
+    assert copy_BTC is None or (copy_BTC.is_contiguous() and copy_BTC.dtype == x_BTC.dtype)
     # the norm needs all columns of a head; without it more programs read the state
     columns, warps = division or ((value_width, 8) if z_BTHV is not None else (32, 4))
     columns = min(columns, value_width)
@@ -191,9 +238,9 @@ def delta_window(
     strides = (*x_BTC.stride()[:2], *conv_BWC.stride()[:2], *a_BTH.stride()[:2], *b_BTH.stride()[:2])
     z_strides = (0, 0, 0) if z_BTHV is None else z_BTHV.stride()[:3]
     kernel[(value_width // columns, heads, batch)](
-        x_BTC, conv_BWC, weight_CW, a_BTH, b_BTH, A_log_H, dt_bias_H, state_BHKV, z_BTHV, norm_V, o, *factors, *strides,
-        state_BHKV.stride(0), *z_strides, eps, num_tokens, heads, key_heads, width, value_width, weight_CW.shape[1],
-        columns, TOKENS, "tf32x3" if x_BTC.dtype == torch.float32 else "tf32", overlap,
+        x_BTC, conv_BWC, weight_CW, a_BTH, b_BTH, A_log_H, dt_bias_H, state_BHKV, z_BTHV, norm_V, o, *factors, copy_BTC,
+        *strides, state_BHKV.stride(0), *z_strides, eps, num_tokens, heads, key_heads, width, value_width,
+        weight_CW.shape[1], columns, TOKENS, "tf32x3" if x_BTC.dtype == torch.float32 else "tf32", overlap,
         num_warps=warps, **options(overlap),
     )  # fmt: skip
     return o, factors

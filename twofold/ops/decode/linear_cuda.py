@@ -5,31 +5,15 @@ it asks for its weights and then waits. Only for weights that no kernel still in
 """
 
 import functools
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from twofold.ops.decode.cuda import Kernel, compile_kernels, most_shared
+from twofold.ops.decode.division import Config, choose, grid, partial_sizes, shared_bytes, streams, validate
 from twofold.ops.decode.packed_weight import STEP, PackedWeight
-
-MAX_ROW_TILES = 4  # of 8 rows in a block
-SHARED = 99 * 1024  # bytes that a block may have on sm_86
-REGISTERS = 65536  # of a multiprocessor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """A block has `warps` that split its slice of K (of `split` slices), `tiles` of 16 outputs at once, `row_tiles` of
-    8 rows, `stages` steps in flight; `blocks` fit on a multiprocessor, and no more are launched."""
-
-    warps: int
-    tiles: int
-    row_tiles: int
-    stages: int
-    blocks: int = 1
-    split: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,54 +22,6 @@ class Fused:
     residual: bool = False
     top1: bool = False
     tail: bool = False
-
-
-def choose(weight: PackedWeight, rows: int, whole: bool = False, most: int = SHARED) -> Config:
-    """`warps` and `split` depend on the weight's shape alone: a row has the same bits whatever stands beside it.
-    `whole`: K is not split over blocks (top-1 and tails). `most`: bytes of shared memory that a block may have."""
-    steps = weight.num_inputs // STEP
-    split = 1 if whole or steps < 64 or weight.num_outputs > 4096 else -(-steps // 16)
-    warps = 8 if steps // split >= 8 else max(1, steps // split // 2)
-    if split == 1 and steps > 64:
-        warps = 16
-    row_tiles = 1 if rows <= 8 else 2 if rows <= 16 else MAX_ROW_TILES
-    depth = -(-steps // (split * warps))
-    stages = depth if weight.words.shape[2] > 1 else 2 * depth
-    config = Config(warps=warps, tiles=1, row_tiles=row_tiles, stages=stages, blocks=1, split=split)
-    if weight.bits == 4 and row_tiles == 2 and split == 1 and weight.num_outputs >= 4096:
-        config = replace(config, tiles=2)  # x is read for two tiles at once: 13.9 us instead of 16.6 on an H200
-    while shared_bytes(weight, config) > most:
-        if config.stages > 2:
-            config = replace(config, stages=config.stages - 1)
-        elif config.tiles > 1:
-            config = replace(config, tiles=1, stages=stages)
-        elif config.row_tiles > 1:
-            config = replace(config, row_tiles=config.row_tiles // 2, stages=stages)
-        elif config.stages > 1:
-            config = replace(config, stages=1)
-        else:
-            break
-    fits_twice = config.tiles == 1 and warps <= 8 and config.row_tiles <= 2 and depth <= 5
-    return replace(config, blocks=2) if fits_twice and 2 * shared_bytes(weight, config) <= 200 * 1024 else config
-
-
-def streams(weight: PackedWeight, config: Config) -> bool:
-    """Whether a warp's part of x is too large to stay in registers."""
-    depth = -(-weight.num_inputs // (STEP * config.split * config.warps))
-    left = min(255, REGISTERS // (config.blocks * config.warps * 32) // 8 * 8)
-    return depth * config.row_tiles * 8 + 24 + 12 * config.row_tiles * config.tiles > left
-
-
-def validate(weight: PackedWeight, config: Config, most: int) -> None:
-    """ValueError where no multiprocessor can hold a block of this division of work, of `most` bytes."""
-    steps = weight.num_inputs // STEP
-    shared = shared_bytes(weight, config)
-    if min(astuple(config)) < 1 or config.warps > 32 or config.split > steps:
-        raise ValueError(f"{config} for {steps} steps: every number is 1 or more, at most 32 warps and {steps} slices")
-    if shared > most:
-        raise ValueError(f"{config} needs {shared} bytes of shared memory, a block has {most}; use fewer stages")
-    if config.blocks * config.warps > 64:
-        raise ValueError(f"{config} has more than 64 warps on a multiprocessor; use fewer blocks")
 
 
 def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ...]:
@@ -108,37 +44,6 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
         "TAIL": fused.tail,
     }
     return tuple(f"-D{name}={int(value)}" for name, value in values.items())
-
-
-def shared_bytes(weight: PackedWeight, config: Config) -> int:
-    """As linear.cu divides it: the ring of weights and scales, two sets of partial sums, where the sums of a scale
-    group start, the norm's weight, squares."""
-    threads = config.warps * 32
-    words = 0 if weight.scales is None else weight.scales.shape[-1]
-    rows = config.row_tiles * 8
-    depth = -(-weight.num_inputs // (STEP * config.split * config.warps))
-    ring = threads * config.stages * config.tiles * (16 * weight.words.shape[2] + 4 * words)
-    sums = 2 * threads * config.tiles * config.row_tiles * 16
-    parts = 0 if weight.scales is None else 2 if weight.group_size == 32 else 1
-    starts = config.warps * depth * parts * config.row_tiles * 64
-    return ring + sums + starts + config.warps * depth * 128 + (config.warps + 1) * rows * 4
-
-
-def partial_sizes(weight: PackedWeight, config: Config, rows: int) -> tuple[int, int]:
-    """(bytes of partial sums, counters) that slices of K leave for each other."""
-    groups = -(-weight.words.shape[0] // config.tiles) * -(-rows // (8 * config.row_tiles))
-    if config.split == 1:
-        return 0, 0
-    return groups * config.split * config.row_tiles * (config.tiles * 512 + 32), groups
-
-
-def grid(weight: PackedWeight, config: Config, rows: int, tail: PackedWeight | None, resident: int) -> tuple[int, int]:
-    """Blocks that stay on `resident` places, for as many groups of tiles each as there are; the tail's come on top."""
-    y = -(-rows // (8 * config.row_tiles))
-    more = 0 if tail is None else -(-tail.words.shape[0] // config.tiles)
-    groups = -(-weight.words.shape[0] // config.tiles)
-    places = max(1, (resident // y - more) // config.split)
-    return min(groups, places) * config.split + more, y
 
 
 def top1_shared_bytes() -> int:

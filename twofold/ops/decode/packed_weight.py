@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twofold.ops.norms import silu_mul
+
 STEP = 64
 
 
@@ -160,8 +162,7 @@ def packed_linear(
         x = F.rms_norm(x, (x.shape[-1],), norm_K.to(wide), eps)
     y = x @ unpack(weight, wide).T
     if weight.gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+        y = silu_mul(*y.chunk(2, dim=-1))
     if tail is not None:
         y = torch.cat((y, x @ unpack(tail, wide).T), dim=-1)
     if residual_MN is not None:
