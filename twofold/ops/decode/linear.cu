@@ -75,6 +75,7 @@ DEVICE u32 to_bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+template <typename T> DEVICE void keep(T*& pointer) { asm volatile("" : "+l"(pointer)); }  // and compute it once
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE void await_kernel_before() {
 #if __CUDA_ARCH__ >= 900
@@ -96,8 +97,11 @@ DEVICE float high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
 #define SCALED (BITS < 16)
 #define GROUPS (SCALED && GROUP == 32 ? 2 : 1)  // scale groups in a step of 64 inputs
 #define WORDS (GROUPS * (ASYM ? 2 : 1))         // of a lane for a step and tile: scales, then shifts
+#define WIDE (GROUP > 64 ? GROUP / 64 : 1)      // steps that share a scale
 #define PARTS (SPLIT * WARPS)
 #define KSTEPS ((STEPS + PARTS - 1) / PARTS)  // of a warp, at most
+#define SLOT (R * VECS * 32)                    // of the ring, in `Quad`s
+#define SCALE_SLOT (R * 32 * WORDS)
 #define ITEMS (R * NT)                        // of 16 outputs x 8 rows in a group: a warp's sums are one `Sums` a lane
 #define OWN ((ITEMS + WARPS - 1) / WARPS)     // of these a warp finishes
 
@@ -144,19 +148,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
   const int first_group = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
 #endif
 
-  auto ask = [&](int group, int s, int slot) {
-    if (HAS(s) && group < groups)
+  // Where the next group's weights lie: aimed at once a group, so that a step's copies need no arithmetic.
+  const Quad* from[R];
+  const u32* from_scales[R];
+  bool more = false;
+  auto aim = [&](int group) {
+    more = group < groups;
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const int tile = R == 1 || group * R + r < tiles ? group * R + r : tiles - 1;
+      from[r] = weight + ((i64)tile * STEPS + k_begin) * (VECS * 32) + lane;
+      from_scales[r] = SCALED ? scales + (((i64)tile * (STEPS / WIDE) + k_begin / WIDE) * 8 + g) * WORDS : nullptr;
+      keep(from[r]), keep(from_scales[r]);
+    }
+  };
+  auto ask = [&](int s, Quad* to, u32* to_scales) {
+    if (HAS(s) && more)
 #pragma unroll
       for (int r = 0; r < R; r++) {
-        const int tile = R == 1 || group * R + r < tiles ? group * R + r : tiles - 1;
-        const Quad* from = weight + ((i64)tile * STEPS + k_begin) * (VECS * 32) + lane;
 #pragma unroll
-        for (int v = 0; v < VECS; v++)
-          copy_async<16>(ring + ((slot * R + r) * VECS + v) * 32, from + (s * VECS + v) * 32);
+        for (int v = 0; v < VECS; v++) copy_async<16>(to + (r * VECS + v) * 32, from[r] + (s * VECS + v) * 32);
 #if SCALED
-        constexpr int wide = GROUP > 64 ? GROUP / 64 : 1;
-        const u32* scale = scales + (((i64)tile * (STEPS / wide) + (k_begin + s) / wide) * 8 + g) * WORDS;
-        copy_async<WORDS * 4>(ring_scales + (slot * R + r) * 32 * WORDS, scale);
+        copy_async<WORDS * 4>(to_scales + r * 32 * WORDS, from_scales[r] + (k_begin % WIDE + s) / WIDE * 8 * WORDS);
 #endif
       }
   };
@@ -172,7 +185,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
       if (i < KSTEPS * 4) ask_tail(i);
     } else
 #endif
-      ask(first_group + i / KSTEPS * stride, i % KSTEPS, i);
+    {
+      if (i % KSTEPS == 0) aim(first_group + i / KSTEPS * stride);
+      ask(i % KSTEPS, ring + i * SLOT, ring_scales + i * SCALE_SLOT);
+    }
     commit_copies();
   }
   let_next_kernel_start();
@@ -316,6 +332,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
   for (int c = 0; c < OWN; c++) score[c][0] = score[c][1] = -as_float(0x7F800000u);
 #endif
   int half = 0, turn = 0, lead = 0;  // buffer of sums, slot, the warp that finishes the group's first item
+  Quad* turned = ring;
+  u32* turned_scales = ring_scales;
+  auto turn_by = [&](int slots) {
+    turn = turn + slots == STAGES ? 0 : turn + slots;
+    turned = ring + turn * SLOT, turned_scales = ring_scales + turn * SCALE_SLOT;
+  };
 #if STREAM
   if (count > 0) load(0, ahead);
 #endif
@@ -358,14 +380,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
         continue;
       }
 #endif
-      const int slot = KSTEPS % STAGES == 0 ? s % STAGES : STAGES % KSTEPS == 0 ? turn + s : turn;
+      const int slot = KSTEPS % STAGES == 0 ? s % STAGES : STAGES % KSTEPS == 0 ? s : 0;  // behind the turn's first
+      Quad* const words = turned + slot * SLOT;
+      u32* const word_scales = turned_scales + slot * SCALE_SLOT;
       if (HAS(s)) {
         await_copies<STAGES - 1>();
 #pragma unroll
         for (int r = 0; r < R; r++) {
-          const Quad* mine = ring + ((slot * R + r) * VECS) * 32;
+          const Quad* mine = words + r * VECS * 32;
 #if SCALED
-          const u32* scale = ring_scales + (slot * R + r) * 32 * WORDS;
+          const u32* scale = word_scales + r * 32 * WORDS;
           Quad word[VECS];
 #pragma unroll
           for (int v = 0; v < VECS; v++) word[v] = mine[v * 32];
@@ -412,11 +436,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #endif
         }
       }
-      ask(group + (s + STAGES) / KSTEPS * stride, (s + STAGES) % KSTEPS, slot);
+      if ((s + STAGES) % KSTEPS == 0) aim(group + (s + STAGES) / KSTEPS * stride);
+      ask((s + STAGES) % KSTEPS, words, word_scales);
       commit_copies();
-      if (KSTEPS % STAGES && STAGES % KSTEPS) turn = turn + 1 == STAGES ? 0 : turn + 1;
+      if (KSTEPS % STAGES && STAGES % KSTEPS) turn_by(1);
     }
-    if (STAGES > KSTEPS && STAGES % KSTEPS == 0) turn = turn + KSTEPS == STAGES ? 0 : turn + KSTEPS;
+    if (STAGES > KSTEPS && STAGES % KSTEPS == 0) turn_by(KSTEPS);
 
     Sums* own = sums + (half * WARPS + warp) * ITEMS * 32 + lane;
 #pragma unroll
