@@ -156,6 +156,7 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
   return rounded(half(a, 0) * half(b, 0) + half(c, 0)) | rounded(half(a, 1) * half(b, 1) + half(c, 1)) << 16;
 }
 inline u32 to_bf16x2(float low, float high) { return emulator::rounded(low) | emulator::rounded(high) << 16; }
+template <typename T> inline void keep(T*&) {}
 inline float as_float(u32 bits) { return emulator::of_bits(bits); }
 inline u16 load_half(const u16* p) { return *p; }
 template <class T> T load_shared_by_blocks(const T* p) { return *p; }

@@ -178,6 +178,19 @@ def test_slices_of_k_with_a_norm() -> None:
     assert relative(y, packed_linear(x.float(), weight, norm_K=norm, eps=1e-3)) < 0.006
 
 
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("config", [replace(PAIRS, tiles=3), SLICES])
+def test_blocks_whose_last_group_is_not_full(config: Config, blocks: int) -> None:
+    """One to nine tiles: a block ends with all, some or one of the tiles that it takes at once, or has none."""
+    torch.manual_seed(0)
+    x, norm = torch.randn(13, 384).bfloat16(), torch.rand(384).bfloat16()
+    for tiles in range(1, 10):
+        weight, _ = random_weight("w4", tiles * 16 - 8, 384)
+        (y,) = emulated.linear(x, weight, config, blocks * config.split, norm_K=norm, eps=1e-3)
+        assert relative(y, packed_linear(x.float(), weight, norm_K=norm, eps=1e-3)) < 0.006
+
+
 def test_divisions_that_no_multiprocessor_holds() -> None:
     weight, _ = random_weight("w4", 64, 4096)
     good = choose(weight, 16)

@@ -112,16 +112,13 @@ def shared_bytes(weight: PackedWeight, config: Config) -> int:
 
 def partial_sizes(weight: PackedWeight, config: Config, rows: int) -> tuple[int, int]:
     """(bytes of partial sums, counters) that slices of K leave for each other."""
-    groups = -(-weight.words.shape[0] // config.tiles) * -(-rows // (8 * config.row_tiles))
-    if config.split == 1:
-        return 0, 0
-    return groups * config.split * config.row_tiles * (config.tiles * 512 + 32), groups
+    tiles = weight.words.shape[0] * -(-rows // (8 * config.row_tiles))
+    return (0, 0) if config.split == 1 else (tiles * config.split * config.row_tiles * (512 + 32), tiles)
 
 
 def grid(weight: PackedWeight, config: Config, rows: int, tail: PackedWeight | None, resident: int) -> tuple[int, int]:
-    """Blocks that stay on `resident` places, for as many groups of tiles each as there are; the tail's come on top."""
+    """Blocks that stay on `resident` places, for as many tiles each as there are; the tail's come on top."""
     y = -(-rows // (8 * config.row_tiles))
     more = 0 if tail is None else -(-tail.words.shape[0] // config.tiles)
-    groups = -(-weight.words.shape[0] // config.tiles)
     places = max(1, (resident // y - more) // config.split)
-    return min(groups, places) * config.split + more, y
+    return min(weight.words.shape[0], places) * config.split + more, y

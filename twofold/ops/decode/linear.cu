@@ -1,8 +1,8 @@
 // y = f(x) W^T for few rows, W packed in the order of the tensor core's operand registers: see packed_weight.py for the
 // equations and the layout, linear_cuda.py for the launch.
 //
-// A block stays for many groups of R tiles of 16 outputs; SPLIT slices of K are blocks of their own, and a block's warps
-// split its slice. Each warp reads its part of x once and keeps it in registers (STREAM: too large, read again for each
+// A block stays for many groups of R tiles of 16 outputs, and for fewer tiles in the end, so that no block has more than
+// one tile above the others; SPLIT slices of K are blocks of their own, and a block's warps split its slice. Each warp reads its part of x once and keeps it in registers (STREAM: too large, read again for each
 // group). A lane copies weights to its own slots of a ring (cp.async) and reads only those, so STAGES steps of 64 inputs
 // are in flight, across groups, without a barrier; one barrier a group adds the warps up. Weights do not depend on the
 // kernel before: they are asked for before its end is awaited. The order of the sums depends on STEPS, WARPS and SPLIT
@@ -89,6 +89,9 @@ DEVICE void let_next_kernel_start() {
 }
 #endif
 
+template <int N> struct Number { static constexpr int value = N; };
+#define INLINE __attribute__((always_inline))
+
 DEVICE float low(u32 pair) { return as_float(pair << 16); }
 DEVICE float high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
 
@@ -107,15 +110,16 @@ DEVICE float high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
 
 // y = x W^T, NORM: of x * norm_weight with 1 / rms(x) applied at the end; GATED: a tile's first 8 outputs are gates of
 // its last 8; RESIDUAL: added; TOP1: only the largest score of each row and where it is, one for each block and row.
-// SPLIT > 1: `partial` has [row blocks, groups, SPLIT] of ITEMS * 32 Sums, then as many of NT * 8 sums of squares;
-// `arrived`, zero before and after, counts the slices of a group that are there. The last to come adds them in order.
+// SPLIT > 1: `partial` has [row blocks, tiles, SPLIT] of NT * 32 Sums, then as many of NT * 8 sums of squares; `arrived`
+// [row blocks, tiles], zero before and after, counts the slices of a group (at its first tile) that are there. The last
+// to come adds them in order.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
     const Quad* __restrict__ weight, const u32* __restrict__ scales, const u16* __restrict__ x_all,
     const u16* __restrict__ norm_weight, const u16* __restrict__ residual, u16* __restrict__ y,
     float* __restrict__ best_score, i64* __restrict__ best_id, const Quad* __restrict__ tail, Sums* partial, int* arrived,
     float eps, int M_all, int N, int tail_N, int x_stride, int residual_stride, int y_stride) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int tiles = (N + 15) / 16, groups = (tiles + R - 1) / R;
+  const int tiles = (N + 15) / 16;
   const int first_row = blockIdx.y * NT * 8, M = M_all - first_row < NT * 8 ? M_all - first_row : NT * 8;
   const u16* x = x_all + (i64)first_row * x_stride;
   const int slice = SPLIT > 1 ? blockIdx.x % SPLIT : 0, part = slice * WARPS + warp;
@@ -134,38 +138,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #if TAIL  // the first blocks; their steps of 64 inputs are four slots, one for each j
   const int tail_tiles = (tail_N + 15) / 16, tail_groups = (tail_tiles + R - 1) / R;
   const bool in_tail = (int)blockIdx.x < tail_groups;
-  const int first_group = in_tail ? blockIdx.x : blockIdx.x - tail_groups, stride = gridDim.x - tail_groups;
+  const int first = in_tail ? blockIdx.x : blockIdx.x - tail_groups, stride = in_tail ? tail_groups : gridDim.x - tail_groups;
   auto ask_tail = [&](int i) {  // i = 4 step + j
     if (HAS(i / 4))
 #pragma unroll
       for (int r = 0; r < R; r++) {
-        const int tile = first_group * R + r < tail_tiles ? first_group * R + r : tail_tiles - 1;
+        const int tile = first + r * stride < tail_tiles ? first + r * stride : tail_tiles - 1;
         copy_async<16>(ring + (i % STAGES * R + r) * 32, tail + (((i64)tile * STEPS + k_begin) * 4 + i) * 32 + lane);
       }
   };
 #else
   constexpr bool in_tail = false;
-  const int first_group = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
+  const int first = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
 #endif
+  auto tile_at = [&](int round, int r) { return first + (round * R + r) * stride; };
 
-  // Where the next group's weights lie: aimed at once a group, so that a step's copies need no arithmetic.
+  // Where a group's weights lie: worked out once a group, so that a step's copies need no arithmetic.
   const Quad* from[R];
   const u32* from_scales[R];
-  bool more = false;
-  auto aim = [&](int group) {
-    more = group < groups;
+  int there = 0;  // tiles of the group
+  auto aim = [&](int round) {
+    there = 0;
 #pragma unroll
     for (int r = 0; r < R; r++) {
-      const int tile = R == 1 || group * R + r < tiles ? group * R + r : tiles - 1;
+      const int tile = tile_at(round, r);
+      there += tile < tiles;
       from[r] = weight + ((i64)tile * STEPS + k_begin) * (VECS * 32) + lane;
       from_scales[r] = SCALED ? scales + (((i64)tile * (STEPS / WIDE) + k_begin / WIDE) * 8 + g) * WORDS : nullptr;
       keep(from[r]), keep(from_scales[r]);
     }
   };
   auto ask = [&](int s, Quad* to, u32* to_scales) {
-    if (HAS(s) && more)
 #pragma unroll
-      for (int r = 0; r < R; r++) {
+    for (int r = 0; r < R; r++)
+      if (HAS(s) && r < there) {
 #pragma unroll
         for (int v = 0; v < VECS; v++) copy_async<16>(to + (r * VECS + v) * 32, from[r] + (s * VECS + v) * 32);
 #if SCALED
@@ -186,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
     } else
 #endif
     {
-      if (i % KSTEPS == 0) aim(first_group + i / KSTEPS * stride);
+      if (i % KSTEPS == 0) aim(i / KSTEPS);
       ask(i % KSTEPS, ring + i * SLOT, ring_scales + i * SCALE_SLOT);
     }
     commit_copies();
@@ -262,12 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
     for (int q = 0; q < GROUPS; q++)
 #pragma unroll
       for (int n = 0; n < NT; n++) {  // sums of x over the group, for every output alike
+        constexpr u32 start_of_one = ASYM ? 0x3F803F80u : BITS == 4 ? 0xC308C308u : 0xC310C310u;  // 1, -136, -144
         Sums start = {};
 #pragma unroll
         for (int j = q * (4 / GROUPS); j < (q + 1) * (4 / GROUPS); j++)
-          mma(start.v, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u, b[n][j * 2], b[n][j * 2 + 1]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) start.v[i] *= ASYM ? 1.0f : BITS == 4 ? -136.0f : -144.0f;
+          mma(start.v, start_of_one, start_of_one, start_of_one, start_of_one, b[n][j * 2], b[n][j * 2 + 1]);
         if (g == 0) starts[((s * GROUPS + q) * NT + n) * 4 + t] = start;
       }
 #endif
@@ -304,8 +309,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #endif
     y[(i64)(first_row + row) * y_stride + column] = (u16)to_bf16x2(value, value);
   };
-  auto finish = [&](int group, int item, const Sums& total) {
-    const int tile = group * R + item / NT, row = item % NT * 8 + t * 2;
+  auto finish = [&](int tile, int n, const Sums& total) {  // 8 rows of a tile
+    const int row = n * 8 + t * 2;
 #if GATED
     if (tile * 8 + g < N / 2)
 #pragma unroll
@@ -341,8 +346,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #if STREAM
   if (count > 0) load(0, ahead);
 #endif
-  for (int group = first_group; in_tail || group < groups; group += stride) {
-    Sums acc[R][NT] = {};
+  auto multiply = [&](auto number_of_tiles, int round) INLINE {
+    constexpr int TILES = decltype(number_of_tiles)::value;  // of the group's R, to which room is given
+    Sums acc[TILES][NT] = {};
 #if STREAM
 #pragma unroll 1
 #else
@@ -361,14 +367,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
       }
 #endif
 #if TAIL
-      if (in_tail) {
+      if (TILES == R && in_tail) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           const int i = s * 4 + j;
           if (HAS(s)) {
             await_copies<STAGES - 1>();
 #pragma unroll
-            for (int r = 0; r < R; r++) {
+            for (int r = 0; r < TILES; r++) {
               const Quad a = ring[(i % STAGES * R + r) * 32];
 #pragma unroll
               for (int n = 0; n < NT; n++) mma(acc[r][n].v, a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
@@ -386,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
       if (HAS(s)) {
         await_copies<STAGES - 1>();
 #pragma unroll
-        for (int r = 0; r < R; r++) {
+        for (int r = 0; r < TILES; r++) {
           const Quad* mine = words + r * VECS * 32;
 #if SCALED
           const u32* scale = word_scales + r * 32 * WORDS;
@@ -436,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #endif
         }
       }
-      if ((s + STAGES) % KSTEPS == 0) aim(group + (s + STAGES) / KSTEPS * stride);
+      if ((s + STAGES) % KSTEPS == 0) aim(round + (s + STAGES) / KSTEPS);
       ask((s + STAGES) % KSTEPS, words, word_scales);
       commit_copies();
       if (KSTEPS % STAGES && STAGES % KSTEPS) turn_by(1);
@@ -445,55 +451,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 
     Sums* own = sums + (half * WARPS + warp) * ITEMS * 32 + lane;
 #pragma unroll
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < TILES; r++)
 #pragma unroll
       for (int n = 0; n < NT; n++) own[(r * NT + n) * 32] = acc[r][n];
     __syncthreads();  // the other half is free again too: all have left it behind
 #pragma unroll
-    for (int c = 0; c < OWN; c++) {
+    for (int c = 0; c < (TILES * NT + WARPS - 1) / WARPS; c++) {
       const int item = c * WARPS + (warp >= lead ? warp - lead : warp - lead + WARPS);
-      if (item >= ITEMS) continue;
+      if (item >= TILES * NT) continue;
+      const int tile = tile_at(round, item / NT), n = item % NT;
       Sums total = add_warps(half, item);
 #if SPLIT > 1
-      const i64 at = ((i64)blockIdx.y * groups + group) * SPLIT + slice;
-      partial[(at * ITEMS + item) * 32 + lane] = total;
+      const i64 at = ((i64)blockIdx.y * tiles + tile) * SPLIT + slice;
+      partial[(at * NT + n) * 32 + lane] = total;
 #if NORM
       if (item == 0) {
-        float* partial_squares = (float*)(partial + (i64)gridDim.y * groups * SPLIT * ITEMS * 32) + at * NT * 8;
+        float* partial_squares = (float*)(partial + (i64)gridDim.y * tiles * SPLIT * NT * 32) + at * NT * 8;
         for (int row = lane; row < NT * 8; row += 32) partial_squares[row] = inverse[row];
       }
 #endif
 #else
 #if NORM
 #pragma unroll
-      for (int i = 0; i < 4; i++) total.v[i] *= inverse[item % NT * 8 + t * 2 + (i & 1)];
+      for (int i = 0; i < 4; i++) total.v[i] *= inverse[n * 8 + t * 2 + (i & 1)];
 #endif
 #if TOP1
 #pragma unroll
       for (int i = 0; i < 4; i++) {  // ids grow, so the first of equals stays
-        const int output = (group * R + item / NT) * 16 + g + (i >> 1) * 8;
+        const int output = tile * 16 + g + (i >> 1) * 8;
         if (output < N && total.v[i] > score[c][i & 1]) score[c][i & 1] = total.v[i], id[c][i & 1] = output;
       }
 #else
-      finish(group, item, total);
+      finish(tile, n, total);
 #endif
 #endif
     }
     half ^= 1;
-    if (!TOP1 && ITEMS < WARPS) lead = lead + ITEMS >= WARPS ? lead + ITEMS - WARPS : lead + ITEMS;
-    if (in_tail) break;
-  }
+    if (!TOP1 && TILES * NT < WARPS) lead = (lead + TILES * NT) % WARPS;
+  };
+  if (in_tail)
+    multiply(Number<R>(), 0);
+  else
+    for (int round = 0; tile_at(round, 0) < tiles; round++)
+      if (tile_at(round, R - 1) < tiles)
+        multiply(Number<R>(), round);
+      else
+        multiply(Number<(R > 1 ? R - 1 : 1)>(), round);
   await_copies<0>();
 
 #if SPLIT > 1
-  const int done = first_group < groups ? (groups - first_group + stride - 1) / stride : 0;
+  const int done = first < tiles ? (tiles - first + R * stride - 1) / (R * stride) : 0;  // groups
   int* last = (int*)sums;
   __threadfence();
   for (int base = 0; base < done; base += THREADS) {
     const int here = done - base < THREADS ? done - base : THREADS;
     __syncthreads();
     if ((int)threadIdx.x < here) {
-      int* counter = arrived + (i64)blockIdx.y * groups + first_group + (base + threadIdx.x) * stride;
+      int* counter = arrived + (i64)blockIdx.y * tiles + tile_at(base + threadIdx.x, 0);
       last[threadIdx.x] = atomicAdd(counter, 1) == SPLIT - 1;
       if (last[threadIdx.x]) *counter = 0;
       __threadfence();
@@ -501,27 +515,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
     __syncthreads();
     for (int i = warp; i < here * ITEMS; i += WARPS) {
       if (!last[i / ITEMS]) continue;
-      const int group = first_group + (base + i / ITEMS) * stride, item = i % ITEMS;
-      const i64 at = ((i64)blockIdx.y * groups + group) * SPLIT;
+      const int round = base + i / ITEMS, tile = tile_at(round, i % ITEMS / NT), n = i % NT;
+      if (tile >= tiles) continue;
+      const i64 at = ((i64)blockIdx.y * tiles + tile) * SPLIT;
       Sums slices[SPLIT], total = {};
 #pragma unroll
-      for (int z = 0; z < SPLIT; z++) slices[z] = load_shared_by_blocks(partial + ((at + z) * ITEMS + item) * 32 + lane);
+      for (int z = 0; z < SPLIT; z++) slices[z] = load_shared_by_blocks(partial + ((at + z) * NT + n) * 32 + lane);
 #pragma unroll
       for (int z = 0; z < SPLIT; z++)
 #pragma unroll
         for (int e = 0; e < 4; e++) total.v[e] += slices[z].v[e];
 #if NORM
-      const float* partial_squares = (float*)(partial + (i64)gridDim.y * groups * SPLIT * ITEMS * 32) + at * NT * 8;
+      const i64 of_group = ((i64)blockIdx.y * tiles + tile_at(round, 0)) * SPLIT;
+      const float* partial_squares = (float*)(partial + (i64)gridDim.y * tiles * SPLIT * NT * 32) + of_group * NT * 8;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         float sum = 0;
         for (int z = 0; z < SPLIT; z++)
-          sum += load_shared_by_blocks(partial_squares + z * NT * 8 + item % NT * 8 + t * 2 + e);
+          sum += load_shared_by_blocks(partial_squares + (z * NT + n) * 8 + t * 2 + e);
         const float factor = rsqrtf(sum / (STEPS * 64) + eps);
         total.v[e] *= factor, total.v[e + 2] *= factor;
       }
 #endif
-      finish(group, item, total);
+      finish(tile, n, total);
     }
   }
 #endif
