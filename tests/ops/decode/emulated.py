@@ -37,6 +37,10 @@ extern "C" void run_best(int rows, size_t shared, const float* part_score, const
 extern "C" void run_unpack(int blocks, const Quad* weight, const u32* scales, u16* dense, int N, int K) {
   emulator::launch({(unsigned)blocks, 1, 1}, 256, 16, [&] { unpack(weight, scales, dense, N, K); });
 }
+extern "C" void run_unpack_e4m3(int blocks, const Quad* weight, const u32* scales, const float* row_scale,
+                                unsigned char* q, int N, int K) {
+  emulator::launch({(unsigned)blocks, 1, 1}, 256, 16, [&] { unpack_e4m3(weight, scales, row_scale, q, N, K); });
+}
 """
 
 
@@ -104,8 +108,19 @@ def linear(
 
 
 def unpacked(weight: PackedWeight) -> Tensor:
-    library = _library(defines(weight, Config(warps=1, tiles=1, row_tiles=1, stages=1), Fused()))
     dense = torch.full((weight.num_outputs, weight.num_inputs), torch.nan, dtype=torch.bfloat16)
-    tiles, steps = weight.words.shape[:2]
-    library.run_unpack(-(-tiles * steps // 8), *map(_at, (weight.words, weight.scales, dense)), *dense.shape)
+    _unpack("run_unpack", weight, dense)
     return dense
+
+
+def unpacked_e4m3(weight: PackedWeight, row_scale_N1: Tensor) -> Tensor:
+    q = torch.full((weight.num_outputs, weight.num_inputs), torch.nan).to(torch.float8_e4m3fn)
+    _unpack("run_unpack_e4m3", weight, row_scale_N1, q)
+    return q
+
+
+def _unpack(name: str, weight: PackedWeight, *tensors: Tensor) -> None:
+    library = _library(defines(weight, Config(warps=1, tiles=1, row_tiles=1, stages=1), Fused()))
+    tiles, steps = weight.words.shape[:2]
+    pointers = map(_at, (weight.words, weight.scales, *tensors))
+    library[name](-(-tiles * steps // 8), *pointers, weight.num_outputs, weight.num_inputs)

@@ -11,6 +11,7 @@
 
 #define DEVICE static inline
 #define __global__
+#define __device__
 #define __launch_bounds__(...)
 #define __restrict__
 struct Index { unsigned x = 0, y = 0, z = 0; };
@@ -157,6 +158,13 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
 }
 inline u32 to_bf16x2(float low, float high) { return emulator::rounded(low) | emulator::rounded(high) << 16; }
 template <typename T> inline void keep(T*&) {}
+inline unsigned to_e4m3(float x) {  // 3 bits behind the point from 2^-6 on, steps of 2^-9 below; ties to even
+  const float size = std::fmin(std::fabs(x), 448.0f);
+  const int power = size < 0x1p-6f ? -6 : std::ilogb(size);
+  const float steps = std::nearbyint(std::ldexp(size, 3 - power));  // of 2^(power - 3); 8 and more are normal
+  return (std::signbit(x) ? 128u : 0u) | (unsigned)(int)((power + 6) * 8 + steps);
+}
+inline u32 to_e4m3x2(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
 inline float as_float(u32 bits) { return emulator::of_bits(bits); }
 inline u16 load_half(const u16* p) { return *p; }
 template <class T> T load_shared_by_blocks(const T* p) { return *p; }

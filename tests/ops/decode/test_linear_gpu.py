@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.ops.decode.test_packed_weight import KINDS, random_weight, relative
+from twofold.ops import fp8
 from twofold.ops.decode import cuda, linear_cuda
 from twofold.ops.decode.division import Config, shared_bytes
 from twofold.ops.decode.packed_weight import PackedWeight, pack_bf16, pack_w4, packed_linear, top1, unpack
@@ -41,6 +42,20 @@ def test_product(kind: str, outputs: int, inputs: int, group: int) -> None:
 def test_unpack(kind: str, outputs: int, gated: bool) -> None:
     weight = on_gpu(kind, outputs, 384, 32, gated)
     assert torch.equal(linear_cuda.unpack(weight), unpack(weight))
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize(("outputs", "gated"), [(12288, False), (1000, False), (992, True)])
+def test_unpack_to_8_bit_floats(kind: str, outputs: int, gated: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs sm_89")
+    weight = on_gpu(kind, outputs, 384, 32, gated)
+    wanted, scale_N1 = fp8.quantize_rows(unpack(weight))
+    found = torch.empty_like(wanted)
+    linear_cuda.unpack_e4m3(weight, scale_N1, found)
+    off = (found.view(torch.uint8).int() - wanted.view(torch.uint8).int()).abs()
+    assert int(off.max()) <= 1
+    assert float((off > 0).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.decode import emulated
+from twofold.ops import fp8
 from twofold.ops.decode.division import Config, choose, streams, validate
 from twofold.ops.decode.packed_weight import (
     PackedWeight,
@@ -91,6 +92,20 @@ def test_kernel_unpacks(kind: str, group: int, gated: bool) -> None:
     torch.manual_seed(0)
     weight, dense = random_weight(kind, 48 if gated else 40, 384, group, gated)
     assert torch.equal(emulated.unpacked(weight), dense.bfloat16())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "group", "gated"), [("w4", 32, False), ("w4", 128, True), ("asymmetric", 64, True), ("w8", 384, False)]
+)
+def test_kernel_unpacks_to_8_bit_floats(kind: str, group: int, gated: bool) -> None:
+    torch.manual_seed(0)
+    weight, dense = random_weight(kind, 48 if gated else 40, 384, group, gated)
+    wanted, scale_N1 = fp8.quantize_rows(dense.bfloat16())
+    found = emulated.unpacked_e4m3(weight, scale_N1)
+    codes = [q.view(torch.uint8).int() for q in (found, wanted)]
+    assert int((codes[0] - codes[1]).abs().max()) <= 1  # a product with 1 / scale is no quotient: ties may differ
+    assert float((codes[0] != codes[1]).float().mean()) < 0.01
 
 
 FEW = Config(warps=2, tiles=1, row_tiles=1, stages=2)

@@ -32,7 +32,11 @@ def _references(monkeypatch: pytest.MonkeyPatch) -> None:
         made = packed_weight.unpack(weight, torch.float32)
         return made if out is None else out.copy_(made)
 
+    def unpack_e4m3(weight: PackedWeight, row_scale: Tensor, out: Tensor) -> None:
+        out.copy_((packed_weight.unpack(weight, torch.float32) / row_scale).to(out.dtype))
+
     monkeypatch.setattr(linear_cuda, "packed_linear", packed_linear)
+    monkeypatch.setattr(linear_cuda, "unpack_e4m3", unpack_e4m3)
     monkeypatch.setattr(linear_cuda, "unpack", unpack)
     monkeypatch.setattr(linear_cuda, "top1", lambda x, weight, overlap: packed_weight.top1(x, weight))
     triton = types.ModuleType("norms_triton")
@@ -154,17 +158,23 @@ def test_auto_without_products_multiplies_dense_weights(
     assert "nothing to compile with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_many_rows_go_through_8_bits_on_request(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["plain", "gated", "with a tail"])
+def test_many_rows_go_through_8_bits_on_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = types.ModuleType("fp8_triton")
     triton.quantize_rows = lambda x, norm=None: fp8.quantize_rows(x if norm is None else rms_norm(x, *norm))  # type: ignore[attr-defined]
     triton.scaled_product = fp8.scaled_product  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "twofold.ops.fp8_triton", triton)
     q, scale, zero = integers(48, 128, 4, False)
-    found = products.freeze_packed(q, scale, zero, 4, gated, torch.bfloat16, fp8=True)
+    found = products.freeze_packed(q, scale, zero, 4, kind == "gated", torch.bfloat16, fp8=True)
     assert found is not None
     weight = dequantize(q, scale, zero, 32, torch.float32)
+    if kind == "with a tail":
+        tail = torch.randn(16, 128).bfloat16()
+        found = products.join(found, products.PackedProduct(pack_bf16(tail), tail.float()))
+        assert found is not None
+        weight = torch.cat((weight, tail.float()))
     norm = Norm(torch.rand(128), 1e-5)
-    for rows, wanted in ((3, dense_linear(weight, gated)), (200, fp8.fp8_linear(weight, gated))):
-        x, residual = torch.randn(rows, 128), None if gated else torch.randn(rows, 48)
+    few, many = dense_linear(weight, kind == "gated"), fp8.fp8_linear(weight, kind == "gated")
+    for rows, wanted in ((3, few), (200, many)):
+        x, residual = torch.randn(rows, 128), torch.randn(rows, 48) if kind == "plain" else None
         torch.testing.assert_close(found(x, norm, residual), wanted(x, norm, residual), rtol=1e-4, atol=1e-4)

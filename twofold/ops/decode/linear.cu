@@ -20,6 +20,7 @@ typedef unsigned short u16;
 typedef long long i64;
 
 struct alignas(16) Quad { u32 v[4]; };
+struct alignas(8) Pair { u32 v[2]; };
 struct alignas(16) Sums { float v[4]; };  // of lane 4 g + t: (output g, rows 2 t and 2 t + 1), then of output g + 8
 
 #ifndef EMULATED
@@ -73,6 +74,13 @@ DEVICE u32 fma2(u32 a, u32 b, u32 c) {
 DEVICE u32 to_bf16x2(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+DEVICE u32 to_e4m3x2(float low, float high) {
+  u16 r = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(r) : "f"(high), "f"(low));
+#endif
   return r;
 }
 template <typename T> DEVICE void keep(T*& pointer) { asm volatile("" : "+l"(pointer)); }  // and compute it once
@@ -599,50 +607,81 @@ extern "C" __global__ void __launch_bounds__(256) best_of_parts(
   if (threadIdx.x == 0) score_M[blockIdx.x] = scores[0], id_M[blockIdx.x] = ids[0];
 }
 
-// w [N, K] in bf16 from the packed weight, each number rounded once; a warp for each tile and step. GATED: the rows go
-// back to where they came from, gates first.
+// Of a lane in a tile's step: rows g and g + 8 (`half`), inputs 32 part + 8 t + e of the 64.
+struct Step {
+  Quad q[VECS];
+  u32 pair[2], shifts[2];  // of the parts' scale groups: scales, then with ASYM shifts, of rows g and g + 8
+
+  __device__ Step(const Quad* weight, const u32* scales, i64 at, int tile, int k, int K, int lane) {
+    for (int v = 0; v < VECS; v++) q[v] = weight[(at * VECS + v) * 32 + lane];
+#if SCALED
+    const u32* s = scales + (((i64)tile * (K / 64 / WIDE) + k / WIDE) * 8 + (lane >> 2)) * WORDS;
+    for (int part = 0; part < 2; part++)
+      pair[part] = s[part * (GROUPS - 1)], shifts[part] = ASYM ? s[GROUPS + part * (GROUPS - 1)] : 0;
+#endif
+  }
+  __device__ float value(int half, int part, int e) const {
+    const int j = part * 2 + (e >> 2), c = e & 3, shift = 4 * (half + (c & 2)) + 16 * (c & 1);
+    const int nibble = (int)(q[0].v[j] >> shift & 15u) - 8;
+    const float scale = half ? high(pair[part]) : low(pair[part]);
+    if (BITS == 8) return (nibble * 16 + (int)(q[VECS - 1].v[j] >> shift & 15u)) * scale;
+    const float zero = ASYM ? -136.0f - (half ? high(shifts[part]) : low(shifts[part])) : 0.0f;
+    return (nibble - zero) * scale;
+  }
+};
+
+// The row of w [N, K] that a tile's row is, gates before the rest with GATED; N or more where there is none.
+DEVICE int row_of(int tile, int g, int half, int N) {
+  const int row = tile * 16 + g + half * 8;
+  return GATED && row < N ? tile * 8 + g + half * (N / 2) : row;
+}
+
+// w [N, K] in bf16 from the packed weight, each number rounded once; a warp for each tile and step.
 extern "C" __global__ void __launch_bounds__(256) unpack(const Quad* __restrict__ weight, const u32* __restrict__ scales,
                                                           u16* __restrict__ dense, int N, int K) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, steps = K / 64, tiles = (N + 15) / 16;
   const i64 at = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
   if (at >= (i64)tiles * steps) return;
   const int tile = (int)(at / steps), k = (int)(at % steps);
-  Quad q[VECS];
-  for (int v = 0; v < VECS; v++) q[v] = weight[(at * VECS + v) * 32 + lane];
+  const Step step(weight, scales, at, tile, k, K, lane);
   for (int half = 0; half < 2; half++) {
-    int row = tile * 16 + g + half * 8;
+    const int row = row_of(tile, g, half, N);
     if (row >= N) continue;
-#if GATED
-    row = tile * 8 + g + half * (N / 2);
-#endif
     for (int part = 0; part < 2; part++) {
       Quad out;
+      for (int i = 0; i < 4; i++)
 #if SCALED
-      const int scale_step = GROUP > 64 ? k * 64 / GROUP : k, scale_steps = K / (GROUP > 64 ? GROUP : 64);
-      const u32* s = scales + (((i64)tile * scale_steps + scale_step) * 8 + g) * WORDS;
-      const u32 pair = s[part * (GROUPS - 1)];
-      const float scale = half ? high(pair) : low(pair);
-      float zero = 0;
-#if ASYM
-      const u32 shifts = s[GROUPS + part * (GROUPS - 1)];
-      zero = -136.0f - (half ? high(shifts) : low(shifts));
-#endif
-      float value[8];
-      for (int e = 0; e < 8; e++) {
-        const int j = part * 2 + (e >> 2), c = e & 3;
-        const int shift = 4 * (half + (c & 2)) + 16 * (c & 1);
-        const int nibble = (int)(q[0].v[j] >> shift & 15u) - 8;
-#if BITS == 4
-        value[e] = (nibble - zero) * scale;
+        out.v[i] = to_bf16x2(step.value(half, part, 2 * i), step.value(half, part, 2 * i + 1));
 #else
-        value[e] = (nibble * 16 + (int)(q[VECS - 1].v[j] >> shift & 15u)) * scale;
-#endif
-      }
-      for (int i = 0; i < 4; i++) out.v[i] = to_bf16x2(value[2 * i], value[2 * i + 1]);
-#else
-      for (int i = 0; i < 4; i++) out.v[i] = q[(part * 2 + (i >> 1)) % VECS].v[half + 2 * (i & 1)];
+        out.v[i] = step.q[(part * 2 + (i >> 1)) % VECS].v[half + 2 * (i & 1)];
 #endif
       *(Quad*)(dense + (i64)row * K + k * 64 + part * 32 + t * 8) = out;
     }
   }
+}
+
+// e4m3(w / scale), w rounded to bf16 before, a scale for each row; of 4 and 8 bits, from sm_89 on.
+extern "C" __global__ void __launch_bounds__(256) unpack_e4m3(
+    const Quad* __restrict__ weight, const u32* __restrict__ scales, const float* __restrict__ row_scale_N,
+    unsigned char* __restrict__ q, int N, int K) {
+#if SCALED
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, steps = K / 64, tiles = (N + 15) / 16;
+  const i64 at = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
+  if (at >= (i64)tiles * steps) return;
+  const int tile = (int)(at / steps), k = (int)(at % steps);
+  const Step step(weight, scales, at, tile, k, K, lane);
+  for (int half = 0; half < 2; half++) {
+    const int row = row_of(tile, g, half, N);
+    if (row >= N) continue;
+    const float factor = 1.0f / row_scale_N[row];
+    for (int part = 0; part < 2; part++) {
+      Pair out = {};
+      for (int e = 0; e < 8; e += 2) {
+        const u32 w = to_bf16x2(step.value(half, part, e), step.value(half, part, e + 1));
+        out.v[e >> 2] |= to_e4m3x2(low(w) * factor, high(w) * factor) << 8 * (e & 2);
+      }
+      *(Pair*)(q + (i64)row * K + k * 64 + part * 32 + t * 8) = out;
+    }
+  }
+#endif
 }

@@ -1,4 +1,4 @@
-"""The GPU's `packed_linear`, `top1` and `unpack` (linear.cu; equations and layout in packed_weight.py).
+"""The GPU's `packed_linear`, `top1`, `unpack` and `unpack_e4m3` (linear.cu; equations and layout in packed_weight.py).
 
 With `overlap` a kernel may start before the one before it has ended (programmatic dependent launch, sm_90 and newer):
 it asks for its weights and then waits. Only for weights that no kernel still in flight writes, as in a captured pass.
@@ -73,7 +73,7 @@ def _shared_by_blocks(device: int, num_bytes: int, counters: int) -> tuple[Tenso
 @functools.cache
 def _kernels(options: tuple[str, ...], device: int) -> dict[str, Kernel]:
     source = Path(__file__).with_name("linear.cu")
-    return compile_kernels(source, options, ("packed_linear", "best_of_parts", "unpack"), device)
+    return compile_kernels(source, options, ("packed_linear", "best_of_parts", "unpack", "unpack_e4m3"), device)
 
 
 def packed_linear(
@@ -143,11 +143,26 @@ def unpack(weight: PackedWeight, out_NK: Tensor | None = None) -> Tensor:
     assert dense.shape == sizes
     assert dense.is_contiguous()
     assert dense.dtype == torch.bfloat16
-    config = Config(warps=1, tiles=1, row_tiles=1, stages=1)
-    kernel = _kernels(defines(weight, config, Fused()), weight.words.device.index)["unpack"]
-    tiles, steps = weight.words.shape[:2]
-    kernel((-(-tiles * steps // 8), 1), 256, 0, (weight.words, weight.scales, dense, *sizes), False)
+    _unpack("unpack", weight, dense)
     return dense
+
+
+def unpack_e4m3(weight: PackedWeight, row_scale_N1: Tensor, out_NK: Tensor) -> None:
+    """e4m3(w / row_scale) into `out`, w as `unpack` gives it; see `fp8`. Of 4 and 8 bits, from sm_89 on."""
+    assert weight.bits < 16
+    assert out_NK.shape == (weight.num_outputs, weight.num_inputs)
+    assert out_NK.is_contiguous()
+    assert out_NK.dtype == torch.float8_e4m3fn
+    assert row_scale_N1.dtype == torch.float32
+    assert row_scale_N1.is_contiguous()
+    _unpack("unpack_e4m3", weight, row_scale_N1, out_NK)
+
+
+def _unpack(name: str, weight: PackedWeight, *tensors: Tensor) -> None:
+    options = defines(weight, Config(warps=1, tiles=1, row_tiles=1, stages=1), Fused())
+    tiles, steps = weight.words.shape[:2]
+    arguments = weight.words, weight.scales, *tensors, weight.num_outputs, weight.num_inputs
+    _kernels(options, weight.words.device.index)[name]((-(-tiles * steps // 8), 1), 256, 0, arguments, False)
 
 
 def _blocks(

@@ -31,6 +31,15 @@ def say_once(text: str) -> None:
 
 
 @dataclass(frozen=True)
+class EightBits:
+    """What products of many rows with 8-bit floats need beside the packed weight, see `fp8`: the scales of all rows of
+    the matrix, and the rows of the tail."""
+
+    scale_N1: Tensor
+    tail_NK: Tensor | None
+
+
+@dataclass(frozen=True)
 class PackedProduct:
     """A `Linear` over a packed weight; `dense` is the matrix, where that is kept anyway. With a `tail`, of 16 bits
     behind a weight of 4, its outputs come behind the others'."""
@@ -39,7 +48,7 @@ class PackedProduct:
     dense: Tensor | None = None
     overlap: bool = False
     tail: PackedProduct | None = None
-    fp8: bool = False  # products of many rows, see `fp8`
+    eight_bits: EightBits | None = None
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -59,8 +68,8 @@ class PackedProduct:
         )
 
     def _many(self, x_MK: Tensor, norm: Norm | None, residual_MN: Tensor | None) -> Tensor:
-        if self.fp8:
-            return self._eight_bits(x_MK, norm, residual_MN)
+        if self.eight_bits is not None:
+            return self._many_by_eight_bits(self.eight_bits, x_MK, norm, residual_MN)
         x_MK = x_MK if norm is None else rms_norm(x_MK, *norm)
         weight_NK = self.matrix()
         if residual_MN is not None:
@@ -72,13 +81,19 @@ class PackedProduct:
 
         return norms_triton.silu_mul(y_MN)
 
-    def _eight_bits(self, x_MK: Tensor, norm: Norm | None, residual_MN: Tensor | None) -> Tensor:
+    def _many_by_eight_bits(
+        self, eight: EightBits, x_MK: Tensor, norm: Norm | None, residual_MN: Tensor | None
+    ) -> Tensor:
         from twofold.ops import fp8_triton
         from twofold.ops.decode import norms_triton
 
-        y_MN = fp8_triton.scaled_product(
-            *fp8_triton.quantize_rows(x_MK, norm), *fp8_triton.quantize_rows(self.matrix()), x_MK.dtype
-        )
+        outputs = self.weight.num_outputs
+        q_NK = x_MK.new_empty(len(eight.scale_N1), self.weight.num_inputs, dtype=torch.float8_e4m3fn)
+        linear_cuda.unpack_e4m3(self.weight, eight.scale_N1[:outputs], q_NK[:outputs])
+        if eight.tail_NK is not None:
+            q_NK[outputs:] = eight.tail_NK
+        q_MK, scale_M1 = fp8_triton.quantize_rows(x_MK, norm)
+        y_MN = fp8_triton.scaled_product(q_MK, scale_M1, q_NK, eight.scale_N1, x_MK.dtype)
         y_MN = norms_triton.silu_mul(y_MN) if self.weight.gated else y_MN
         return y_MN if residual_MN is None else y_MN.add_(residual_MN)
 
@@ -93,13 +108,23 @@ class PackedProduct:
         both[outputs:] = tail_NK
         return both
 
+    def with_eight_bits(self) -> PackedProduct:
+        """Looks at the matrix once."""
+        from twofold.ops import fp8_triton
+
+        tail_NK = None if self.tail is None else fp8_triton.quantize_rows(self.tail.matrix())[0]
+        return replace(self, eight_bits=EightBits(fp8_triton.quantize_rows(self.matrix())[1], tail_NK))
+
 
 def join(first: Linear, second: Linear) -> Linear | None:
     """Of a weight of 4 bits and one of 16; None for others."""
     if not isinstance(first, PackedProduct) or not isinstance(second, PackedProduct):
         return None
     served = (first.weight.bits, second.weight.bits) == (4, 16) and not (first.weight.gated or second.weight.gated)
-    return replace(first, tail=second) if served else None
+    if not served:
+        return None
+    both = replace(first, tail=second)
+    return both if first.eight_bits is None else both.with_eight_bits()
 
 
 def freeze_linear(weight_NK: Tensor, gated: bool, *, overlap: bool = False) -> Linear:
@@ -126,14 +151,16 @@ def freeze_packed(
     group_size = q_NK.shape[1] // scale_NG.shape[1]
     try:
         if bits == 4:
-            return PackedProduct(pack_w4(q_NK, scale_NG, zero_NG, group_size, gated), None, overlap, fp8=fp8)
-        if zero_NG is None:
-            return PackedProduct(pack_w8(q_NK, scale_NG, group_size, gated), None, overlap, fp8=fp8)
-        lack = "8 bits with zero points"
+            weight = pack_w4(q_NK, scale_NG, zero_NG, group_size, gated)
+        elif zero_NG is None:
+            weight = pack_w8(q_NK, scale_NG, group_size, gated)
+        else:
+            raise ValueError("8 bits with zero points")
     except ValueError as error:
-        lack = str(error)
-    say_once(f"a packed layer is multiplied as a dense one: {lack}")
-    return None
+        say_once(f"a packed layer is multiplied as a dense one: {error}")
+        return None
+    product = PackedProduct(weight, None, overlap)
+    return product.with_eight_bits() if fp8 else product
 
 
 def top1(head: Linear, x: Tensor) -> Tensor:
