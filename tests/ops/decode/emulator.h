@@ -158,6 +158,7 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
 }
 inline u32 to_bf16x2(float low, float high) { return emulator::rounded(low) | emulator::rounded(high) << 16; }
 template <typename T> inline void keep(T*&) {}
+inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 inline unsigned to_e4m3(float x) {  // 3 bits behind the point from 2^-6 on, steps of 2^-9 below; ties to even
   const float size = std::fmin(std::fabs(x), 448.0f);
   const int power = size < 0x1p-6f ? -6 : std::ilogb(size);

@@ -84,6 +84,14 @@ def streams(weight: PackedWeight, config: Config) -> bool:
     return depth * config.row_tiles * 8 + 24 + 12 * config.row_tiles * config.tiles > left
 
 
+def reads_early(weight: PackedWeight, config: Config) -> bool:
+    """Whether a warp takes a step's weights out of shared memory while it multiplies those before. Where registers are
+    left for it."""
+    whole = weight.num_inputs // STEP % (config.split * config.warps) == 0
+    room = REGISTERS // (config.blocks * config.warps * 32) >= 255
+    return whole and room and config.stages > 1 and weight.bits < 16 and not streams(weight, config)
+
+
 def validate(weight: PackedWeight, config: Config, most: int) -> None:
     """ValueError where no multiprocessor can hold a block of this division of work, of `most` bytes."""
     steps = weight.num_inputs // STEP

@@ -2,17 +2,18 @@
 // equations and the layout, linear_cuda.py for the launch.
 //
 // A block stays for many groups of R tiles of 16 outputs, and for fewer tiles in the end, so that no block has more than
-// one tile above the others; SPLIT slices of K are blocks of their own, and a block's warps split its slice. Each warp reads its part of x once and keeps it in registers (STREAM: too large, read again for each
-// group). A lane copies weights to its own slots of a ring (cp.async) and reads only those, so STAGES steps of 64 inputs
-// are in flight, across groups, without a barrier; one barrier a group adds the warps up. Weights do not depend on the
-// kernel before: they are asked for before its end is awaited. The order of the sums depends on STEPS, WARPS and SPLIT
-// alone, so a row's result is the same bits whatever rows stand beside it.
+// one tile above the others; SPLIT slices of K are blocks of their own, and a block's warps split its slice. Each warp
+// reads its part of x once and keeps it in registers (STREAM: too large, read again for each group). A lane copies
+// weights to its own slots of a ring (cp.async) and reads only those, so STAGES steps of 64 inputs are in flight, across
+// groups, without a barrier; EARLY: it reads a step's while it multiplies those of the step before. One barrier a group
+// adds the warps up. Weights do not depend on the kernel before: they are asked for before its end is awaited. The order
+// of the sums depends on STEPS, WARPS and SPLIT alone, so a row's result is the same bits whatever rows stand beside it.
 //
 // Nibbles are not centred one by one: n = q + 8 goes in as 128 + n, which is one `lop3`, and the sum over a group starts
 // at -136 times the sum of the group's x. Sums are about 20 times larger for that, in float32: an error of 1e-5.
 //
 // Compile-time: BITS 4|8|16, GROUP inputs a scale, ASYM, STEPS = K / 64, SPLIT, WARPS, R, NT tiles of 8 rows, STAGES,
-// BLOCKS on a multiprocessor, STREAM, and what is fused: NORM, GATED, RESIDUAL, TOP1, TAIL (more outputs, of 16-bit
+// BLOCKS on a multiprocessor, STREAM, EARLY, and what is fused: NORM, GATED, RESIDUAL, TOP1, TAIL (more outputs, of 16-bit
 // weights, by blocks of their own; with BITS 4).
 
 typedef unsigned int u32;
@@ -76,6 +77,7 @@ DEVICE u32 to_bf16x2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }  // off by 1e-5 of it at most; bf16 is by 4e-3
 DEVICE u32 to_e4m3x2(float low, float high) {
   u16 r = 0;
 #if __CUDA_ARCH__ >= 890
@@ -115,6 +117,11 @@ DEVICE float high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
 #define SCALE_SLOT (R * 32 * WORDS)
 #define ITEMS (R * NT)                        // of 16 outputs x 8 rows in a group: a warp's sums are one `Sums` a lane
 #define OWN ((ITEMS + WARPS - 1) / WARPS)     // of these a warp finishes
+
+struct Taken {  // a step's weights in registers
+  Quad words[R][VECS];
+  u32 scales[R][SCALED ? WORDS : 1];
+};
 
 // y = x W^T, NORM: of x * norm_weight with 1 / rms(x) applied at the end; GATED: a tile's first 8 outputs are gates of
 // its last 8; RESIDUAL: added; TOP1: only the largest score of each row and where it is, one for each block and row.
@@ -324,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #pragma unroll
       for (int e = 0; e < 2; e++)
         if (row + e < M)
-          put(row + e, tile * 8 + g, total.v[e] / (1.0f + expf(-total.v[e])) * total.v[e + 2]);
+          put(row + e, tile * 8 + g, silu(total.v[e]) * total.v[e + 2]);
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -351,6 +358,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
     turn = turn + slots == STAGES ? 0 : turn + slots;
     turned = ring + turn * SLOT, turned_scales = ring_scales + turn * SCALE_SLOT;
   };
+  auto slot_of = [](int s) {  // behind the turn's first
+    return KSTEPS % STAGES == 0 ? s % STAGES : STAGES % KSTEPS == 0 ? s % KSTEPS : 0;
+  };
+  auto take = [&](auto number_of_tiles, int s, Taken& to) INLINE {
+#pragma unroll
+    for (int r = 0; r < decltype(number_of_tiles)::value; r++) {
+#pragma unroll
+      for (int v = 0; v < VECS; v++) to.words[r][v] = turned[slot_of(s) * SLOT + (r * VECS + v) * 32];
+#if SCALED
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) to.scales[r][w] = turned_scales[slot_of(s) * SCALE_SLOT + r * 32 * WORDS + w];
+#endif
+    }
+  };
+  auto refill = [&](int round, int s) INLINE {  // the slot of step s, with what comes STAGES steps later
+    if ((s + STAGES) % KSTEPS == 0) aim(round + (s + STAGES) / KSTEPS);
+    ask((s + STAGES) % KSTEPS, turned + slot_of(s) * SLOT, turned_scales + slot_of(s) * SCALE_SLOT);
+    commit_copies();
+    if (KSTEPS % STAGES && STAGES % KSTEPS) turn_by(1);
+    if (STAGES > KSTEPS && STAGES % KSTEPS == 0 && s == KSTEPS - 1) turn_by(KSTEPS);
+  };
+#if EARLY
+  Taken early;
+  await_copies<STAGES - 1>();
+  if (!in_tail) take(Number<R>(), 0, early);
+#endif
 #if STREAM
   if (count > 0) load(0, ahead);
 #endif
@@ -394,19 +427,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
         continue;
       }
 #endif
-      const int slot = KSTEPS % STAGES == 0 ? s % STAGES : STAGES % KSTEPS == 0 ? s : 0;  // behind the turn's first
-      Quad* const words = turned + slot * SLOT;
-      u32* const word_scales = turned_scales + slot * SCALE_SLOT;
+      Taken now;
+#if EARLY
+      now = early;
+      refill(round, s);
+      await_copies<STAGES - 1>();
+      take(Number<R>(), s + 1, early);
+#endif
       if (HAS(s)) {
+#if !EARLY
         await_copies<STAGES - 1>();
+        take(number_of_tiles, s, now);
+#endif
 #pragma unroll
         for (int r = 0; r < TILES; r++) {
-          const Quad* mine = words + r * VECS * 32;
 #if SCALED
-          const u32* scale = word_scales + r * 32 * WORDS;
-          Quad word[VECS];
-#pragma unroll
-          for (int v = 0; v < VECS; v++) word[v] = mine[v * 32];
+          const u32* scale = now.scales[r];
 #pragma unroll
           for (int q = 0; q < GROUPS; q++) {
             Sums p[NT];
@@ -424,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
               for (int j = q * (4 / GROUPS); j < (q + 1) * (4 / GROUPS); j++) {
                 u32 a[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) a[i] = nibbles(word[v].v[j] >> (4 * i));
+                for (int i = 0; i < 4; i++) a[i] = nibbles(now.words[r][v].v[j] >> (4 * i));
 #pragma unroll
                 for (int n = 0; n < NT; n++) mma(p[n].v, a[0], a[1], a[2], a[3], b[n][j * 2], b[n][j * 2 + 1]);
               }
@@ -443,19 +479,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
 #else
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            const Quad a = mine[j * 32];
+            const Quad a = now.words[r][j];
 #pragma unroll
             for (int n = 0; n < NT; n++) mma(acc[r][n].v, a.v[0], a.v[1], a.v[2], a.v[3], b[n][j * 2], b[n][j * 2 + 1]);
           }
 #endif
         }
       }
-      if ((s + STAGES) % KSTEPS == 0) aim(round + (s + STAGES) / KSTEPS);
-      ask((s + STAGES) % KSTEPS, words, word_scales);
-      commit_copies();
-      if (KSTEPS % STAGES && STAGES % KSTEPS) turn_by(1);
+#if !EARLY
+      refill(round, s);
+#endif
     }
-    if (STAGES > KSTEPS && STAGES % KSTEPS == 0) turn_by(KSTEPS);
 
     Sums* own = sums + (half * WARPS + warp) * ITEMS * 32 + lane;
 #pragma unroll

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twofold.ops.decode.cuda import Kernel, compile_kernels, most_shared
-from twofold.ops.decode.division import Config, choose, grid, partial_sizes, shared_bytes, streams, validate
+from twofold.ops.decode.division import Config, choose, grid, partial_sizes, reads_early, shared_bytes, streams, validate
 from twofold.ops.decode.packed_weight import STEP, PackedWeight
 
 
@@ -38,6 +38,7 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
         "STAGES": config.stages,
         "BLOCKS": config.blocks,
         "STREAM": streams(weight, config),
+        "EARLY": reads_early(weight, config),
         "NORM": fused.norm,
         "RESIDUAL": fused.residual,
         "TOP1": fused.top1,
