@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from twofold.ops.decode.cuda import Kernel, compile_kernels, most_shared
-from twofold.ops.decode.division import Config, choose, grid, partial_sizes, reads_early, shared_bytes, streams, validate
+from twofold.ops.decode.division import (
+    Config,
+    choose,
+    grid,
+    partial_sizes,
+    reads_early,
+    shared_bytes,
+    streams,
+    validate,
+)
 from twofold.ops.decode.packed_weight import STEP, PackedWeight
 
 
