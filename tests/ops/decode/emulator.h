@@ -11,7 +11,6 @@
 
 #define DEVICE static inline
 #define __global__
-#define __device__
 #define __launch_bounds__(...)
 #define __restrict__
 struct Index { unsigned x = 0, y = 0, z = 0; };

@@ -44,7 +44,7 @@ def test_unpack(kind: str, outputs: int, gated: bool) -> None:
     assert torch.equal(linear_cuda.unpack(weight), unpack(weight))
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("outputs", "gated"), [(12288, False), (1000, False), (992, True)])
 def test_unpack_to_8_bit_floats(kind: str, outputs: int, gated: bool) -> None:
     if torch.cuda.get_device_capability() < (8, 9):

@@ -96,7 +96,8 @@ def test_kernel_unpacks(kind: str, group: int, gated: bool) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("kind", "group", "gated"), [("w4", 32, False), ("w4", 128, True), ("asymmetric", 64, True), ("w8", 384, False)]
+    ("kind", "group", "gated"),
+    [("w4", 32, False), ("w4", 128, True), ("asymmetric", 64, True), ("w8", 384, False), ("bf16", 0, True)],
 )
 def test_kernel_unpacks_to_8_bit_floats(kind: str, group: int, gated: bool) -> None:
     torch.manual_seed(0)

@@ -641,81 +641,60 @@ extern "C" __global__ void __launch_bounds__(256) best_of_parts(
   if (threadIdx.x == 0) score_M[blockIdx.x] = scores[0], id_M[blockIdx.x] = ids[0];
 }
 
-// Of a lane in a tile's step: rows g and g + 8 (`half`), inputs 32 part + 8 t + e of the 64.
-struct Step {
-  Quad q[VECS];
-  u32 pair[2], shifts[2];  // of the parts' scale groups: scales, then with ASYM shifts, of rows g and g + 8
-
-  __device__ Step(const Quad* weight, const u32* scales, i64 at, int tile, int k, int K, int lane) {
-    for (int v = 0; v < VECS; v++) q[v] = weight[(at * VECS + v) * 32 + lane];
-#if SCALED
-    const u32* s = scales + (((i64)tile * (K / 64 / WIDE) + k / WIDE) * 8 + (lane >> 2)) * WORDS;
-    for (int part = 0; part < 2; part++)
-      pair[part] = s[part * (GROUPS - 1)], shifts[part] = ASYM ? s[GROUPS + part * (GROUPS - 1)] : 0;
-#endif
-  }
-  __device__ float value(int half, int part, int e) const {
-    const int j = part * 2 + (e >> 2), c = e & 3, shift = 4 * (half + (c & 2)) + 16 * (c & 1);
-    const int nibble = (int)(q[0].v[j] >> shift & 15u) - 8;
-    const float scale = half ? high(pair[part]) : low(pair[part]);
-    if (BITS == 8) return (nibble * 16 + (int)(q[VECS - 1].v[j] >> shift & 15u)) * scale;
-    const float zero = ASYM ? -136.0f - (half ? high(shifts[part]) : low(shifts[part])) : 0.0f;
-    return (nibble - zero) * scale;
-  }
-};
-
-// The row of w [N, K] that a tile's row is, gates before the rest with GATED; N or more where there is none.
-DEVICE int row_of(int tile, int g, int half, int N) {
-  const int row = tile * 16 + g + half * 8;
-  return GATED && row < N ? tile * 8 + g + half * (N / 2) : row;
-}
-
-// w [N, K] in bf16 from the packed weight, each number rounded once; a warp for each tile and step.
-extern "C" __global__ void __launch_bounds__(256) unpack(const Quad* __restrict__ weight, const u32* __restrict__ scales,
-                                                          u16* __restrict__ dense, int N, int K) {
+// w [N, K] from the packed weight, each number rounded once to bf16, a warp for each tile and step of 64 inputs: a lane
+// puts eight of a row at once, where they begin. Rows of a GATED weight come where they came from, gates first.
+template <typename Put> DEVICE void unpack_eights(const Quad* weight, const u32* scales, int N, int K, Put put) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, steps = K / 64, tiles = (N + 15) / 16;
   const i64 at = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
   if (at >= (i64)tiles * steps) return;
   const int tile = (int)(at / steps), k = (int)(at % steps);
-  const Step step(weight, scales, at, tile, k, K, lane);
+  Quad q[VECS];
+  for (int v = 0; v < VECS; v++) q[v] = weight[(at * VECS + v) * 32 + lane];
   for (int half = 0; half < 2; half++) {
-    const int row = row_of(tile, g, half, N);
+    int row = tile * 16 + g + half * 8;
     if (row >= N) continue;
+    if (GATED) row = tile * 8 + g + half * (N / 2);
     for (int part = 0; part < 2; part++) {
-      Quad out;
-      for (int i = 0; i < 4; i++)
+      Quad eight;
 #if SCALED
-        out.v[i] = to_bf16x2(step.value(half, part, 2 * i), step.value(half, part, 2 * i + 1));
+      const u32* s = scales + (((i64)tile * (steps / WIDE) + k / WIDE) * 8 + g) * WORDS;
+      const u32 pair = s[part * (GROUPS - 1)], shifts = ASYM ? s[GROUPS + part * (GROUPS - 1)] : 0;
+      const float scale = half ? high(pair) : low(pair);
+      const float zero = ASYM ? -136.0f - (half ? high(shifts) : low(shifts)) : 0.0f;
+      float value[8];
+      for (int e = 0; e < 8; e++) {
+        const int j = part * 2 + (e >> 2), c = e & 3;
+        const int shift = 4 * (half + (c & 2)) + 16 * (c & 1);
+        const int nibble = (int)(q[0].v[j] >> shift & 15u) - 8;
+#if BITS == 4
+        value[e] = (nibble - zero) * scale;
 #else
-        out.v[i] = step.q[(part * 2 + (i >> 1)) % VECS].v[half + 2 * (i & 1)];
+        value[e] = (nibble * 16 + (int)(q[VECS - 1].v[j] >> shift & 15u)) * scale;
 #endif
-      *(Quad*)(dense + (i64)row * K + k * 64 + part * 32 + t * 8) = out;
+      }
+      for (int i = 0; i < 4; i++) eight.v[i] = to_bf16x2(value[2 * i], value[2 * i + 1]);
+#else
+      for (int i = 0; i < 4; i++) eight.v[i] = q[(part * 2 + (i >> 1)) % VECS].v[half + 2 * (i & 1)];
+#endif
+      put(row, (i64)row * K + k * 64 + part * 32 + t * 8, eight);
     }
   }
 }
 
-// e4m3(w / scale), w rounded to bf16 before, a scale for each row; of 4 and 8 bits, from sm_89 on.
+extern "C" __global__ void __launch_bounds__(256) unpack(const Quad* __restrict__ weight, const u32* __restrict__ scales,
+                                                          u16* __restrict__ dense, int N, int K) {
+  unpack_eights(weight, scales, N, K, [&](int, i64 at, const Quad& eight) { *(Quad*)(dense + at) = eight; });
+}
+
+// e4m3(w / scale), a scale for each row; from sm_89 on.
 extern "C" __global__ void __launch_bounds__(256) unpack_e4m3(
     const Quad* __restrict__ weight, const u32* __restrict__ scales, const float* __restrict__ row_scale_N,
     unsigned char* __restrict__ q, int N, int K) {
-#if SCALED
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, steps = K / 64, tiles = (N + 15) / 16;
-  const i64 at = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
-  if (at >= (i64)tiles * steps) return;
-  const int tile = (int)(at / steps), k = (int)(at % steps);
-  const Step step(weight, scales, at, tile, k, K, lane);
-  for (int half = 0; half < 2; half++) {
-    const int row = row_of(tile, g, half, N);
-    if (row >= N) continue;
+  unpack_eights(weight, scales, N, K, [&](int row, i64 at, const Quad& eight) {
     const float factor = 1.0f / row_scale_N[row];
-    for (int part = 0; part < 2; part++) {
-      Pair out = {};
-      for (int e = 0; e < 8; e += 2) {
-        const u32 w = to_bf16x2(step.value(half, part, e), step.value(half, part, e + 1));
-        out.v[e >> 2] |= to_e4m3x2(low(w) * factor, high(w) * factor) << 8 * (e & 2);
-      }
-      *(Pair*)(q + (i64)row * K + k * 64 + part * 32 + t * 8) = out;
-    }
-  }
-#endif
+    Pair out = {};
+    for (int i = 0; i < 4; i++)
+      out.v[i >> 1] |= to_e4m3x2(low(eight.v[i]) * factor, high(eight.v[i]) * factor) << 16 * (i & 1);
+    *(Pair*)(q + at) = out;
+  });
 }

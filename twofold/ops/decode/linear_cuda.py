@@ -158,8 +158,7 @@ def unpack(weight: PackedWeight, out_NK: Tensor | None = None) -> Tensor:
 
 
 def unpack_e4m3(weight: PackedWeight, row_scale_N1: Tensor, out_NK: Tensor) -> None:
-    """e4m3(w / row_scale) into `out`, w as `unpack` gives it; see `fp8`. Of 4 and 8 bits, from sm_89 on."""
-    assert weight.bits < 16
+    """e4m3(w / row_scale) into `out`, w as `unpack` gives it; see `fp8`. From sm_89 on."""
     assert out_NK.shape == (weight.num_outputs, weight.num_inputs)
     assert out_NK.is_contiguous()
     assert out_NK.dtype == torch.float8_e4m3fn

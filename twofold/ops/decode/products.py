@@ -31,15 +31,6 @@ def say_once(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class EightBits:
-    """What products of many rows with 8-bit floats need beside the packed weight, see `fp8`: the scales of all rows of
-    the matrix, and the rows of the tail."""
-
-    scale_N1: Tensor
-    tail_NK: Tensor | None
-
-
-@dataclass(frozen=True)
 class PackedProduct:
     """A `Linear` over a packed weight; `dense` is the matrix, where that is kept anyway. With a `tail`, of 16 bits
     behind a weight of 4, its outputs come behind the others'."""
@@ -48,7 +39,7 @@ class PackedProduct:
     dense: Tensor | None = None
     overlap: bool = False
     tail: PackedProduct | None = None
-    eight_bits: EightBits | None = None
+    fp8_scale_N1: Tensor | None = None  # of the matrix' rows, where many rows are multiplied in 8-bit floats, see `fp8`
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -68,8 +59,8 @@ class PackedProduct:
         )
 
     def _many(self, x_MK: Tensor, norm: Norm | None, residual_MN: Tensor | None) -> Tensor:
-        if self.eight_bits is not None:
-            return self._many_by_eight_bits(self.eight_bits, x_MK, norm, residual_MN)
+        if self.fp8_scale_N1 is not None:
+            return self._many_in_fp8(self.fp8_scale_N1, x_MK, norm, residual_MN)
         x_MK = x_MK if norm is None else rms_norm(x_MK, *norm)
         weight_NK = self.matrix()
         if residual_MN is not None:
@@ -81,19 +72,17 @@ class PackedProduct:
 
         return norms_triton.silu_mul(y_MN)
 
-    def _many_by_eight_bits(
-        self, eight: EightBits, x_MK: Tensor, norm: Norm | None, residual_MN: Tensor | None
-    ) -> Tensor:
+    def _many_in_fp8(self, scale_N1: Tensor, x_MK: Tensor, norm: Norm | None, residual_MN: Tensor | None) -> Tensor:
         from twofold.ops import fp8_triton
         from twofold.ops.decode import norms_triton
 
         outputs = self.weight.num_outputs
-        q_NK = x_MK.new_empty(len(eight.scale_N1), self.weight.num_inputs, dtype=torch.float8_e4m3fn)
-        linear_cuda.unpack_e4m3(self.weight, eight.scale_N1[:outputs], q_NK[:outputs])
-        if eight.tail_NK is not None:
-            q_NK[outputs:] = eight.tail_NK
+        q_NK = x_MK.new_empty(len(scale_N1), self.weight.num_inputs, dtype=torch.float8_e4m3fn)
+        linear_cuda.unpack_e4m3(self.weight, scale_N1[:outputs], q_NK[:outputs])
+        if self.tail is not None:
+            linear_cuda.unpack_e4m3(self.tail.weight, scale_N1[outputs:], q_NK[outputs:])
         q_MK, scale_M1 = fp8_triton.quantize_rows(x_MK, norm)
-        y_MN = fp8_triton.scaled_product(q_MK, scale_M1, q_NK, eight.scale_N1, x_MK.dtype)
+        y_MN = fp8_triton.scaled_product(q_MK, scale_M1, q_NK, scale_N1, x_MK.dtype)
         y_MN = norms_triton.silu_mul(y_MN) if self.weight.gated else y_MN
         return y_MN if residual_MN is None else y_MN.add_(residual_MN)
 
@@ -108,12 +97,11 @@ class PackedProduct:
         both[outputs:] = tail_NK
         return both
 
-    def with_eight_bits(self) -> PackedProduct:
+    def in_fp8(self) -> PackedProduct:
         """Looks at the matrix once."""
         from twofold.ops import fp8_triton
 
-        tail_NK = None if self.tail is None else fp8_triton.quantize_rows(self.tail.matrix())[0]
-        return replace(self, eight_bits=EightBits(fp8_triton.quantize_rows(self.matrix())[1], tail_NK))
+        return replace(self, fp8_scale_N1=fp8_triton.quantize_rows(self.matrix())[1])
 
 
 def join(first: Linear, second: Linear) -> Linear | None:
@@ -124,7 +112,7 @@ def join(first: Linear, second: Linear) -> Linear | None:
     if not served:
         return None
     both = replace(first, tail=second)
-    return both if first.eight_bits is None else both.with_eight_bits()
+    return both if first.fp8_scale_N1 is None else both.in_fp8()
 
 
 def freeze_linear(weight_NK: Tensor, gated: bool, *, overlap: bool = False) -> Linear:
@@ -160,7 +148,7 @@ def freeze_packed(
         say_once(f"a packed layer is multiplied as a dense one: {error}")
         return None
     product = PackedProduct(weight, None, overlap)
-    return product.with_eight_bits() if fp8 else product
+    return product.in_fp8() if fp8 else product
 
 
 def top1(head: Linear, x: Tensor) -> Tensor:
