@@ -137,7 +137,7 @@ def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.Monk
     commands = types.ModuleType("commands")
     terminal.chat = lambda engine, *streams: calls.append((engine, streams))  # type: ignore[attr-defined]
     app.serve = lambda load, host, port: calls.append((load(), host, port))  # type: ignore[attr-defined]
-    commands.load_engine = lambda directory: f"engine of {directory}"  # type: ignore[attr-defined]
+    commands.load_engine = lambda directory, precision: f"{precision} of {directory}"  # type: ignore[attr-defined]
     commands.bench = lambda directory: {"speedup": 2.0}  # type: ignore[attr-defined]
     exported = types.SimpleNamespace(target="T", drafter=None, command="serve T")
     commands.export_run = lambda *arguments: calls.append(arguments) or exported  # type: ignore[attr-defined]
@@ -147,9 +147,9 @@ def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "twofold.pipeline.commands", commands)
     file = tmp_path / "figures.json"
     assert main(["chat", str(tmp_path)]) == 0
-    assert main(["serve", str(tmp_path), "--port", "9"]) == 0
-    engine = f"engine of {tmp_path}"
-    assert calls == [(engine, (sys.stdin, sys.stdout, sys.stderr)), (engine, "127.0.0.1", 9)]
+    assert main(["serve", str(tmp_path), "--port", "9", "--precision", "bfloat16"]) == 0
+    streams = sys.stdin, sys.stdout, sys.stderr
+    assert calls == [(f"None of {tmp_path}", streams), (f"bfloat16 of {tmp_path}", "127.0.0.1", 9)]
     assert main(["export", str(tmp_path), "--to", "vllm", "out", "--drafter", "none"]) == 0
     assert calls[2:] == [(tmp_path, "vllm", Path("out"), "none")]
     assert main(["bench", str(tmp_path), "--json", str(file)]) == 0

@@ -107,7 +107,7 @@ def _chat(options: argparse.Namespace) -> None:
     from twofold.pipeline.commands import load_engine
     from twofold.serving.terminal import chat
 
-    chat(load_engine(directory), sys.stdin, sys.stdout, sys.stderr)
+    chat(load_engine(directory, options.precision), sys.stdin, sys.stdout, sys.stderr)
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -115,7 +115,7 @@ def _serve(options: argparse.Namespace) -> None:
     from twofold.pipeline.commands import load_engine
     from twofold.serving.app import serve
 
-    serve(lambda: load_engine(directory), host=options.host, port=options.port)
+    serve(lambda: load_engine(directory, options.precision), host=options.host, port=options.port)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -254,14 +254,8 @@ def _parser() -> argparse.ArgumentParser:
             "One line a stage: finished, outdated (its input was made anew since), interrupted, or missing.",
         )
     )
-    directory(
-        add(
-            "chat",
-            _chat,
-            "talk to a finished model",
-            "Talk in this terminal.\n\n  twofold chat runs/pocket\n",
-        )
-    )
+    chat = add("chat", _chat, "talk to a finished model", "Talk in this terminal.\n\n  twofold chat runs/pocket\n")
+    directory(chat)
     serve = add(
         "serve",
         _serve,
@@ -270,6 +264,12 @@ def _parser() -> argparse.ArgumentParser:
         "  twofold serve runs/pocket              then open http://127.0.0.1:8000\n",
     )
     directory(serve)
+    for command in (chat, serve):
+        command.add_argument(
+            "--precision",
+            choices=("float32", "bfloat16"),
+            help="of products and activations (default: bfloat16 on a GPU, float32 on a CPU)",
+        )
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     serve.add_argument("--port", type=_port, default=8000, help="default: %(default)s")
     bench = add(

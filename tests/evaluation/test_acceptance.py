@@ -144,13 +144,16 @@ def test_lossless() -> None:
     assert (found.prompts, found.tokens, found.divergences, found.near_ties) == (4, 48, 0, 0)
 
 
-@pytest.mark.parametrize(("gap", "near"), [(0.5, 0), (1e-4, 1)])
-def test_a_divergence_is_found(gap: float, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gap", "dtype", "near"),
+    [(0.5, torch.float32, 0), (1e-4, torch.float32, 1), (0.75, torch.bfloat16, 0), (0.25, torch.bfloat16, 1)],
+)
+def test_a_divergence_is_found(gap: float, dtype: torch.dtype, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode loop that slips at the third token with a drafter; near: by the plain scores at that token."""
     target, drafter = tiny()
 
     def slipping(_: object, drafter_: object, *rest: object) -> Iterator[Cycle]:
-        logits = torch.zeros(1, VOCABULARY)
+        logits = torch.zeros(1, VOCABULARY, dtype=dtype)
         logits[0, 8] = 5.0
         logits[0, 7] = 5.0 - gap
         tokens = [8, 8, 8, 8] if drafter_ is None else [8, 8, 7, 7]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twofold.ops import sampling as sampling_module
-from twofold.ops.sampling import Sampling, choose, filtered, gumbel_noise
+from twofold.ops.sampling import Sampling, choose, filtered, gumbel_noise, lead
 
 LOGITS = [1.9, -0.3, 0.4, 1.1, 1.0, -2.0, 0.9, 0.1, -1.0, 1.7, 0.35, -0.6]
 
@@ -123,6 +123,24 @@ def test_each_row_may_have_its_own_seed() -> None:
         alone = choose(logits[:1], positions[:1], Sampling(temperature=1.0, seed=seed))
         assert torch.equal(row, alone[0])
     assert not torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=5), Sampling(temperature=1.5)])
+def test_the_lead_is_what_a_token_can_lose(sampling: Sampling) -> None:
+    """Lowered by less than it, the chosen token is still chosen; by more, another."""
+    torch.manual_seed(0)
+    for position in range(20):
+        logits = torch.randn(50)
+        place = torch.tensor([[position]])
+        token = int(choose(logits[None, None], place, sampling))
+        for share, same in ((0.99, True), (1.01, False)):
+            lowered = logits.clone()
+            lowered[token] -= share * lead(logits, position, sampling)
+            assert (int(choose(lowered[None, None], place, sampling)) == token) == same
+
+
+def test_a_token_without_rivals_leads_by_any_distance() -> None:
+    assert lead(torch.randn(9), 0, Sampling(temperature=1.0, top_k=1)) == math.inf
 
 
 @pytest.mark.parametrize(

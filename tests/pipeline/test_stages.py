@@ -25,11 +25,13 @@ from twofold.models.drafter_checkpoint import load_drafter
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.commands import export_run, load_engine
 from twofold.pipeline.measure_stages import long_prompts
+from twofold.pipeline.models import decode_precision
 from twofold.pipeline.recipe import load_recipe
 from twofold.pipeline.run import run_pipeline
 from twofold.pipeline.stages import STAGES
 from twofold.quant.linear import PackedLinear
 from twofold.quant.scheme import QuantScheme
+from twofold.training.precision import Precision
 
 ROOT = Path(__file__).parents[2]
 NAMES = [stage.name for stage in STAGES]
@@ -150,12 +152,22 @@ def test_a_new_drafter_starts_at_the_target(line: tuple[Path, Path]) -> None:
     assert read_artifact(line[1] / "draft_pretrain").metrics["weights_from_target"] == 4 + 2 + 3 + 2 + 2
 
 
-def test_the_engine_of_a_run(line: tuple[Path, Path]) -> None:
-    engine = load_engine(line[1])
+@pytest.mark.parametrize("precision", [None, "float32", "bfloat16"])
+def test_the_engine_of_a_run(line: tuple[Path, Path], precision: Precision | None) -> None:
+    engine = load_engine(line[1], precision)
+    assert engine.drafter is not None
+    expected = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    assert engine.target.norm.weight.dtype == engine.drafter.norm.weight.dtype == expected
     prompt = tuple(engine.tokenizer.chat_ids([{"role": "user", "content": "Hello."}]))
     deltas = list(engine.generate(Request(prompt_ids=prompt, max_tokens=9, ignore_eos=True)))
     assert sum(len(d.token_ids) for d in deltas) == 9
     assert deltas[-1].finish_reason == "length"
+
+
+def test_a_gpu_answers_in_what_its_kernels_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode_precision() == "float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert decode_precision() == "bfloat16"
 
 
 def killed(file: Path, out: Path, stage: str, step: int) -> str:

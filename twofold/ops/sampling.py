@@ -64,6 +64,18 @@ def choose(logits_BTV: Tensor, positions_BT: Tensor, sampling: Sampling, seeds_B
     return (scores + gumbel_noise(seeds_B, positions_BT, scores.shape[-1])).argmax(dim=-1)
 
 
+def lead(logits_V: Tensor, position: int, sampling: Sampling) -> float:
+    """By how much the token that is chosen for a position leads the next, in logits: infinite if there is no other."""
+    if sampling.temperature == 0:
+        best = logits_V.float().topk(2).values
+        return float(best[0] - best[1])
+    scores = filtered(logits_V.float() / sampling.temperature, sampling)
+    place = torch.tensor([[position]], device=logits_V.device)
+    noise = gumbel_noise(torch.tensor([sampling.seed]), place, len(logits_V))[0, 0]
+    best = (scores + noise).topk(2).values
+    return float(best[0] - best[1]) * sampling.temperature
+
+
 def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
     """Scores [..., V] with -inf outside top-k, then top-p (the smallest set of mass >= p), then min-p of the rest."""
     if 0 < sampling.top_k < scores.shape[-1]:

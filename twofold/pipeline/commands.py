@@ -24,21 +24,24 @@ from twofold.pipeline import measure_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.digest import Json
-from twofold.pipeline.draft_stages import load_draft
+from twofold.pipeline.models import decode_precision, load_draft, load_frozen
 from twofold.pipeline.progress import Progress
 from twofold.pipeline.recipe import load_config
 from twofold.pipeline.stage import StageContext
-from twofold.pipeline.target_stages import With, load_frozen
+from twofold.pipeline.target_stages import With
+from twofold.training.precision import Precision
 
 C = TypeVar("C")
 
 
-def load_engine(directory: Path) -> Engine:
-    """The quantized target and drafter of a run. ValueError when a stage they need is not finished."""
+def load_engine(directory: Path, precision: Precision | None = None) -> Engine:
+    """The quantized target and drafter of a run, in what this machine decodes best unless `precision` says otherwise.
+    ValueError when a stage they need is not finished."""
     target, drafter = _finished(directory, "pack"), _finished(directory, "draft_quantize")
+    precision = precision or decode_precision()
     return Engine(
-        load_frozen(target),
-        load_draft(drafter).freeze(),
+        load_frozen(target, precision),
+        load_draft(drafter, precision).freeze(),
         Tokenizer.load(target),
         model_name=directory.resolve().name,
     )

@@ -13,13 +13,14 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.draft_head import count_tokens, make_draft_head
 from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter
-from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
+from twofold.models.drafter_checkpoint import check_fits, save_drafter
 from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.drafter_start import start_from_target
 from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
+from twofold.pipeline.models import device, load_draft, load_frozen
 from twofold.pipeline.stage import StageContext
-from twofold.pipeline.target_stages import HELDOUT, TRAIN, With, device, load_frozen
+from twofold.pipeline.target_stages import HELDOUT, TRAIN, With
 from twofold.training.blocks import calibration_drafts, teacher_forced_acceptance
 from twofold.training.draft import DraftConfig, train_drafter
 
@@ -37,10 +38,6 @@ class Start:
     def __post_init__(self) -> None:
         if (self.drafter is None) == (self.shape is None):
             raise ValueError("give either `drafter`, a folder to start from, or [draft], the shape of a new one")
-
-
-def load_draft(folder: Path) -> Drafter:
-    return load_drafter(folder, kernels=Kernels.auto(device())).to(device())
 
 
 def pretrain(context: StageContext[With[Start]]) -> Metrics:

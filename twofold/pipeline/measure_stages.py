@@ -21,11 +21,11 @@ from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.digest import Json, plain
-from twofold.pipeline.draft_stages import load_draft
+from twofold.pipeline.models import decode_precision, load_draft, load_frozen
 from twofold.pipeline.recipe import Recipe
 from twofold.pipeline.report import build_report
 from twofold.pipeline.stage import StageContext
-from twofold.pipeline.target_stages import CATEGORIES, HELDOUT, With, load_frozen
+from twofold.pipeline.target_stages import CATEGORIES, HELDOUT, With
 
 Metrics = dict[str, Json]
 
@@ -42,23 +42,23 @@ def evaluate(context: StageContext[With[EvaluateConfig]]) -> Metrics:
     config = context.config.own
     heldout = load_conversations(context.inputs["generate"] / HELDOUT)
     rows = pack(heldout, 512)
-    teacher = load_frozen(context.config.model)
-    target = load_frozen(context.inputs["pack"])
+    teacher, precision = load_frozen(context.config.model), decode_precision()
     metrics: Metrics = {
         "teacher": fidelity(teacher, teacher, rows),
         "ptq": fidelity(load_frozen(context.inputs["quantize"]), teacher, rows),
-        "qad": fidelity(target, teacher, rows),
+        "qad": fidelity(load_frozen(context.inputs["pack"]), teacher, rows),
     }
+    del teacher
+    target = load_frozen(context.inputs["pack"], precision)
     prompts = [c.prompt_ids for c in heldout][: config.prompts]
     categories = json.loads((context.inputs["prompts"] / CATEGORIES).read_text())[: config.prompts]
-    quantized = load_draft(context.inputs["draft_quantize"])
+    quantized = load_draft(context.inputs["draft_quantize"], precision)
     drafters = {
-        "pretrain": load_draft(context.inputs["draft_pretrain"]),
-        "finetune": load_draft(context.inputs["draft_finetune"]),
-        "gptq": load_draft(context.inputs["draft_quantize"]),
+        "pretrain": load_draft(context.inputs["draft_pretrain"], precision),
+        "finetune": load_draft(context.inputs["draft_finetune"], precision),
+        "gptq": without_window(quantized),
         "swa": quantized,
     }
-    drafters["gptq"].config = dataclasses.replace(drafters["gptq"].config, sliding_window=None)
     for name, drafter in drafters.items():
         found, _ = measure_acceptance(
             target, drafter.freeze(), prompts, config.max_tokens, Sampling(), context.report, categories
@@ -88,7 +88,7 @@ def quality_gates(recipe: Recipe, metrics: Metrics) -> list[Gate]:
         Gate(name="accept_length", measured=metrics["swa"]["accept_length"], threshold=wanted.accept_length),
         Gate(
             name="divergences",
-            measured=metrics["lossless"]["divergences"],
+            measured=metrics["lossless"]["divergences"] - metrics["lossless"]["near_ties"],
             threshold=wanted.divergences,
             direction="<=",
         ),
@@ -102,9 +102,11 @@ def bench(context: StageContext[With[BenchConfig]]) -> Metrics:
     """The ledger: what each step brings, at three length settings and on held-out prompts as they are ("chat")."""
     config = context.config.own
     heldout = load_conversations(context.inputs["generate"] / HELDOUT)
-    original, target = load_frozen(context.config.model), load_frozen(context.inputs["pack"])
-    windowed = load_draft(context.inputs["draft_quantize"])
-    drafters = (None, None, load_draft(context.inputs["draft_finetune"]), without_window(windowed), windowed)
+    precision = decode_precision()
+    original, target = (load_frozen(folder, precision) for folder in (context.config.model, context.inputs["pack"]))
+    windowed = load_draft(context.inputs["draft_quantize"], precision)
+    finetuned = load_draft(context.inputs["draft_finetune"], precision)
+    drafters = (None, None, finetuned, without_window(windowed), windowed)
     targets = (original, *(target,) * 4)
     variants = {
         name: Variant(model, None if drafter is None else drafter.freeze())
@@ -209,7 +211,7 @@ def environment() -> dict[str, str]:
     )
     return {
         "hardware": f"{hardware} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
-        "precision": "float32",
+        "precision": decode_precision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "twofold": __version__,

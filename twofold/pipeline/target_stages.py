@@ -22,12 +22,12 @@ from twofold.data.prompts import PromptsConfig, read_labelled_prompts, tokenize_
 from twofold.evaluation.fidelity import fidelity
 from twofold.models.calibration import Calibration, QuantizeConfig, quantize_target
 from twofold.models.causal_lm import CausalLM
-from twofold.models.checkpoint import load_target, save_target
+from twofold.models.checkpoint import save_target
 from twofold.models.smoothing import apply_smoothing
 from twofold.models.tokenizer import Tokenizer
-from twofold.ops.kernels import Kernels
 from twofold.pipeline.artifact import read_manifest
 from twofold.pipeline.digest import Json
+from twofold.pipeline.models import decode_precision, device, load, load_frozen
 from twofold.pipeline.recipe import load_config
 from twofold.pipeline.stage import StageContext
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, pack_linears
@@ -46,18 +46,6 @@ class With(Generic[C]):
 
     model: Path
     own: C
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load(folder: Path) -> CausalLM:
-    return load_target(folder, torch.float32, Kernels.auto(device())).to(device())
-
-
-def load_frozen(folder: Path) -> CausalLM:
-    return load(folder).freeze()
 
 
 def prompts(context: StageContext[With[PromptsConfig]]) -> Metrics:
@@ -89,12 +77,12 @@ def _answer(model: CausalLM, config: GenerateConfig, context: StageContext[Any])
 
 def generate_answers(context: StageContext[With[GenerateConfig]]) -> Metrics:
     """The original model answers the prompts."""
-    return _answer(load_frozen(context.config.model), context.config.own, context)
+    return _answer(load_frozen(context.config.model, decode_precision()), context.config.own, context)
 
 
 def regenerate_answers(context: StageContext[GenerateConfig]) -> Metrics:
     """The quantized and healed target answers them."""
-    return _answer(load_frozen(context.inputs["pack"]), context.config, context)
+    return _answer(load_frozen(context.inputs["pack"], decode_precision()), context.config, context)
 
 
 def quantize(context: StageContext[With[QuantizeConfig]]) -> Metrics:

@@ -1,4 +1,4 @@
-"""What a training computes in: products and activations may be bfloat16, weights and optimizer stay as they are."""
+"""What networks compute in. In a training that goes for products and activations; weights and optimizer stay wide."""
 
 from typing import Literal
 
