@@ -11,6 +11,7 @@ from tests.models.tiny import HYBRID, PLAIN, build, tokens
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import packable_linears
 from twofold.models.config import LINEAR, ModelConfig
+from twofold.models.layers import Projections
 from twofold.ops.integers import dequantize
 from twofold.ops.kernels import Kernels
 from twofold.ops.linear import Linear, dense_linear
@@ -62,6 +63,9 @@ def test_packed_layers_reach_the_kernels_as_integers(config: ModelConfig, serves
     assert torch.equal(model.top1(hidden), model.logits(hidden).argmax(dim=-1))
     assert (4, [2 * config.intermediate_size, config.hidden_size], True) in made  # gate and up as one, gated
     assert (8, [config.vocab_size, config.hidden_size], False) in made
+    parts = [len(x.frozen) for m in model.modules() for x in vars(m).values() if isinstance(x, Projections)]
+    apart = sum(kind == LINEAR for kind in config.layer_types)  # dense a and b beside packed q, k, v and z
+    assert sum(parts) == len(parts) + (apart if serves else 0)
     qkvz = 2 * config.linear_key_dim + 2 * config.linear_value_dim
     assert made.count((4, [qkvz, config.hidden_size], False)) == sum(t != "full_attention" for t in config.layer_types)
 

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from twofold.ops import draft_attention
+from twofold.ops import draft_attention, linear
 from twofold.ops.attention import attention
 from twofold.ops.cache import CachePlace
 from twofold.ops.gated_delta import gated_delta_recurrent
+from twofold.ops.integers import dequantize
 from twofold.ops.kernels import Kernels
 from twofold.ops.linear import Norm
 from twofold.ops.norms import rms_norm, rotary_table, rotate
@@ -43,6 +44,34 @@ def test_what_is_fused_into_a_product(kernels: Kernels, gated: bool) -> None:
     residual = torch.randn(wanted.shape)
     torch.testing.assert_close(linear(x, Norm(scale, 1e-5), residual), wanted + residual, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(linear(x, Norm(scale, 1e-5)), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_four_bits_are_multiplied_as_they_are_on_a_cpu(gated: bool, group_size: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randint(-8, 8, (96, 128), dtype=torch.int8)
+    scale = (torch.rand(96, 128 // group_size) / 16).bfloat16()
+    found = linear.cpu_packed(q, scale, None, 4, gated, torch.bfloat16)
+    assert found is not None
+    exact = dequantize(q, scale, None, group_size, torch.float64)
+    for shape in [(128,), (1, 128), (2, 2, 128), (5, 128), (3, 4, 128)]:
+        x = torch.randn(shape).bfloat16()
+        y = x.double() @ exact.T
+        wanted = torch.nn.functional.silu(y[..., :48]) * y[..., 48:] if gated else y
+        assert found(x).dtype == torch.bfloat16
+        error = (found(x).double() - wanted).norm() / wanted.norm()
+        assert error < (0.008 if gated else 0.004)  # roundings to 8 bits: of weights and result, gated once more
+
+
+def test_what_a_cpu_does_not_multiply_in_four_bits() -> None:
+    q, scale, zero = torch.zeros(96, 128, dtype=torch.int8), torch.ones(96, 4).bfloat16(), torch.zeros(96, 4)
+    assert linear.cpu_packed(q, scale, None, 4, False, torch.bfloat16) is not None
+    assert linear.cpu_packed(q, scale, None, 4, False, torch.float32) is None
+    assert linear.cpu_packed(q, scale, None, 8, False, torch.bfloat16) is None
+    assert linear.cpu_packed(q, scale, zero, 4, False, torch.bfloat16) is None
+    assert linear.cpu_packed(q[:90], scale[:90], None, 4, False, torch.bfloat16) is None
+    assert linear.cpu_packed(q, torch.ones(96, 8).bfloat16(), None, 4, False, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)

@@ -55,15 +55,22 @@ class Projections:
         layers = self.layers()
         if any(getattr(layer, "bias", None) is not None for layer in layers):
             return
-        self.frozen = []
+        parts: list[tuple[Linear | None, list[nn.Module]]] = []  # of integers that the kernels serve, or dense
         for scheme, run in groupby(layers, key=lambda layer: _integers(layer, kernels)):
             part = list(run)
             gated = self.gated and len(part) == len(layers)
-            sizes = [size(layer)[0] for layer in part]
             linear = None if scheme is None else _frozen_integers(part, kernels, gated, dtype)
+            if linear is None and parts and parts[-1][0] is None:
+                parts[-1][1].extend(part)
+            else:
+                parts.append((linear, part))
+        self.frozen = []
+        for linear, part in parts:
+            gated = self.gated and len(part) == len(layers)
             if linear is None:
                 weights = [dense_weight(layer, dtype) for layer in part]
                 linear = kernels.freeze_linear(torch.cat(weights) if len(weights) > 1 else weights[0], gated)
+            sizes = [size(layer)[0] for layer in part]
             self.frozen.append((linear, [sum(sizes) // 2] if gated else sizes))
         if kernels.join is not None and len(self.frozen) == 2:
             (first, sizes), (second, more) = self.frozen

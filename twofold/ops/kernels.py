@@ -73,7 +73,9 @@ class Kernels:
 
     @staticmethod
     def cpu() -> "Kernels":
-        return replace(Kernels.reference(), name="cpu", freeze_linear=linear.cpu_linear)
+        return replace(
+            Kernels.reference(), name="cpu", freeze_linear=linear.cpu_linear, freeze_packed=linear.cpu_packed
+        )
 
     @staticmethod
     def cuda(*, overlap: bool = False) -> "Kernels":

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twofold.ops.integers import dequantize
 from twofold.ops.norms import rms_norm, silu_mul
 
 FEW_ROWS = 64
+INT4_ROWS = 4  # from 5 on, a bfloat16 matrix is as fast (two cores with AMX)
 
 
 class Norm(NamedTuple):
@@ -64,6 +66,32 @@ def cpu_linear(weight_NK: Tensor, gated: bool = False) -> Linear:
         if x.requires_grad or x.numel() // x.shape[-1] > FEW_ROWS:
             return F.linear(x, weight_NK)
         return torch.ops.mkldnn._linear_pointwise(x.contiguous(), blocked, None, "none", [], "")
+
+    return around(product, gated)
+
+
+def cpu_packed(
+    q_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, gated: bool, dtype: torch.dtype
+) -> Linear | None:
+    """Of up to `INT4_ROWS` rows in bfloat16, PyTorch's product with 4-bit weights; of more, one with the matrix.
+
+    None for what it does not serve: other dtypes, 8 bits, zero points, N that 16 does not divide, odd group sizes.
+    """
+    outputs, inputs = q_NK.shape
+    group_size = inputs // scale_NG.shape[1]
+    served = dtype == torch.bfloat16 and bits == 4 and zero_NG is None
+    if not served or outputs % 16 or group_size not in (32, 64, 128, 256):
+        return None
+    words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK.int() + 8, 1)
+    scales_GN2 = torch.stack((scale_NG.T, torch.zeros_like(scale_NG.T)), dim=-1).to(dtype).contiguous()
+    weight_NK = dequantize(q_NK, scale_NG, None, group_size, dtype)
+
+    def product(x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, inputs)
+        if x.requires_grad or len(x_MK) > INT4_ROWS:
+            return F.linear(x, weight_NK)
+        y_MN = torch.ops.aten._weight_int4pack_mm_for_cpu(x_MK, words, group_size, scales_GN2)
+        return y_MN.view(*x.shape[:-1], outputs)
 
     return around(product, gated)
 
