@@ -36,12 +36,21 @@ def test_a_parameter_may_have_a_rate_of_its_own(tmp_path: Path) -> None:
     def report(*_: object) -> None:
         raise StopError
 
-    def loss_at(step: int) -> Tensor:
+    def loss_of() -> Tensor:
         return sum(((p * slope).sum() for p in parameters.values()), torch.zeros(()))
 
     multiples = {"scale": 0.25, "other": 2.0}
     with pytest.raises(StopError):
-        train(parameters, loss_at, config(weight_decay=0.5), Checkpoints(tmp_path), report, dict, multiples=multiples)
+        train(
+            parameters,
+            lambda step: (),
+            loss_of,
+            config(weight_decay=0.5),
+            Checkpoints(tmp_path),
+            report,
+            dict,
+            multiples=multiples,
+        )
     rate = 0.1 / 4
     wanted = {
         "weight": start * (1 - rate * 0.5) - rate * slope.sign(),
@@ -122,10 +131,10 @@ def test_8_bits_follow_32(tmp_path: Path) -> None:
         parameter = nn.Parameter(torch.zeros(32, 128))
         how = config(steps=60, states=states)
 
-        def loss_at(step: int, parameter: nn.Parameter = parameter) -> Tensor:
+        def loss_of(parameter: nn.Parameter = parameter) -> Tensor:
             return (parameter - target).square().mean()
 
-        train({"p": parameter}, loss_at, how, Checkpoints(tmp_path / states), lambda *_: None, dict)
+        train({"p": parameter}, lambda step: (), loss_of, how, Checkpoints(tmp_path / states), lambda *_: None, dict)
         ends.append(float((parameter.detach() - target).square().mean()))
     assert max(ends) < 0.05  # from 1
     assert ends[0] != ends[1]
