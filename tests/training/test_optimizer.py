@@ -81,6 +81,19 @@ def test_float32_needs_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     new_optimizer({"p": nn.Parameter(torch.zeros(3))}, config(), {})
 
 
+@pytest.mark.parametrize("method", ["adamw", "muon"])
+def test_rates_change_where_they_stand(method: str) -> None:
+    """What reads a rate's tensor, as a CUDA graph does, reads the schedule, and of each group its own."""
+    parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("weight", "scale")}
+    how = config(method=method)
+    optimizer = new_optimizer(parameters, how, {"scale": 0.25})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(how.steps):
+        set_rate(optimizer, how.rate(step))
+        assert [float(rate) for rate in rates] == pytest.approx([how.rate(step), 0.25 * how.rate(step)], rel=1e-6)
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
+
+
 @needs_torchao
 def test_8_bit_states_survive_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     """Small parameters keep float32 states, as the paper has it; large ones take a byte a moment."""
