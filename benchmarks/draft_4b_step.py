@@ -5,7 +5,8 @@
 The paper's settings: 5 layers, blocks of 16, rows of 3,072 tokens, 512 anchors a row, hard labels, gamma 7, 32 rows a
 step, taken here `--rows` at a time with their gradients summed. The target is bfloat16, asked at every step, its INT4
 twin being as dear in training; the drafter has float32 weights and AdamW, activations in bfloat16. Attention is flex
-attention; `--attention mask` takes the reference's mask instead, `--loss` another loss.
+attention; `--attention mask` takes the reference's mask instead, `--loss` another loss. `--captured`: all parts of a
+step are one CUDA graph, and the optimizer's step another.
 
 Tokens are those of the rows; a step drafts 512 * 16 more for each row.
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from target_4b_step import PEAK, random_model
+from torch import Tensor
 
 import twofold
 from twofold.data.conversations import PackedRows
@@ -32,12 +34,14 @@ from twofold.models.config import ModelConfig
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.shapes import QWEN3_5_4B
+from twofold.ops.documents import most_documents
 from twofold.ops.draft_attention import draft_attention, flex_draft_attention
 from twofold.ops.kernels import Kernels
-from twofold.training.blocks import make_blocks, sample_anchors
+from twofold.training.blocks import Blocks, make_blocks, sample_anchors
 from twofold.training.draft import DraftConfig, draft_loss
 from twofold.training.losses import DraftLoss
 from twofold.training.optimizer import OptimizerConfig, new_optimizer
+from twofold.training.step import WARM_UPS, Inputs, TrainingStep
 
 LOSSES = {"hard": DraftLoss(hard=1.0), "soft": DraftLoss(soft=1.0), "mixed": DraftLoss(hard=0.1, total_variation=0.9)}
 SHAPE = DraftShape(mask_token_id=248_070, target_layer_ids=(1, 8, 15, 22, 29))
@@ -68,7 +72,7 @@ def measure(args: argparse.Namespace, config: ModelConfig, shape: DraftShape, de
     kernels = replace(Kernels.auto(device), draft_attention=attend)
     target = random_model(config, device)
     drafter = Drafter.initialized(DrafterConfig.for_target(config, shape), 0, kernels).to(device)
-    optimizer_config = OptimizerConfig(steps=args.steps, learning_rate=1e-3)
+    optimizer_config = OptimizerConfig(steps=args.steps, learning_rate=1e-3, captured=args.captured)
     training = DraftConfig(
         optimizer=optimizer_config,
         loss=LOSSES[args.loss],
@@ -79,31 +83,53 @@ def measure(args: argparse.Namespace, config: ModelConfig, shape: DraftShape, de
         precision="bfloat16",
         vocab_chunk=args.vocab_chunk,
     )
-    optimizer = new_optimizer(dict(drafter.named_parameters()), optimizer_config, {})
     head = target.lm_head.weight.detach()
     parts = max(1, args.batch_rows // args.rows)
+
+    def inputs_at(step: int) -> Inputs:
+        rows = random_rows(config, parts * args.rows, args.length, step)
+        return sample_anchors(rows, args.anchors, step), *vars(rows).values()
+
+    def blocks_of(anchors: Tensor, *fields: Tensor) -> tuple[PackedRows, Blocks]:
+        rows = PackedRows(*fields)
+        return rows, make_blocks(rows, anchors, shape.block_size, shape.mask_token_id)
+
+    most = most_documents(random_rows(config, args.rows, args.length, 0).positions_NT, args.rows)
+
+    def loss_of(*inputs: Tensor) -> Tensor:
+        """The value is that of all parts; what is left to differentiate is the last one."""
+        value = torch.zeros((), device=device)
+        for part in range(parts):
+            own = slice(part * args.rows, (part + 1) * args.rows)
+            rows, blocks = blocks_of(*(x[own] for x in inputs))
+            features = features_of(target, rows, shape.target_layer_ids, most if args.captured else None)
+            loss = draft_loss(drafter, target, rows, blocks, features, training, head) / parts
+            if part + 1 < parts:
+                loss.backward()
+                loss = loss.detach()
+            value = value + loss
+        return value
+
+    parameters = dict(drafter.named_parameters())
+    optimizer = new_optimizer(parameters, optimizer_config, {})
+    work = TrainingStep(list(parameters.values()), loss_of, optimizer, 1.0, captured=args.captured)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times, guesses = [], 0
+    times: list[float] = []
+    inputs = inputs_at(0)
+    guesses = int(blocks_of(*inputs)[1].valid_BAK.sum())
     for step in range(args.steps):
-        began, loss_sum, guesses = time.perf_counter(), 0.0, 0
-        for part in range(parts):
-            rows = random_rows(config, args.rows, args.length, step * parts + part).to(device)
-            anchors = sample_anchors(rows, args.anchors, step * parts + part)
-            blocks = make_blocks(rows, anchors, shape.block_size, shape.mask_token_id)
-            features = features_of(target, rows, shape.target_layer_ids)
-            loss = draft_loss(drafter, target, rows, blocks, features, training, head) / parts
-            loss.backward()
-            loss_sum += loss.item()
-            guesses += int(blocks.valid_BAK.sum())
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        began = time.perf_counter()
+        work.begin(inputs)
+        inputs = inputs_at(step + 1)
+        loss, _ = work.read()
+        work.finish()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-        print(f"step {step}: {times[-1]:.2f} s loss {loss_sum:.4f}", flush=True)
-    seconds = sorted(times[1:] or times)[len(times[1:]) // 2]
+        print(f"step {step}: {times[-1]:.2f} s loss {loss:.4f}", flush=True)
+    warm = sorted(times[WARM_UPS + 1 if args.captured else 1 :] or times)
+    seconds = warm[len(warm) // 2]
     tokens = parts * args.rows * args.length
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
@@ -127,8 +153,11 @@ def main() -> None:
     parser.add_argument("--loss", choices=tuple(LOSSES), default="hard")
     parser.add_argument("--attention", choices=("flex", "mask"), default="flex")
     parser.add_argument("--vocab-chunk", type=int, default=65_536)
+    parser.add_argument("--captured", action=argparse.BooleanOptionalAction, default=False, help="steps as CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a toy's shape on the CPU, to see that it runs")
     args = parser.parse_args()
+    if args.captured and args.steps <= WARM_UPS + 1:
+        parser.error(f"the first {WARM_UPS + 1} steps are not replayed; give more --steps")
     config, shape, device = QWEN3_5_4B, SHAPE, torch.device("cuda")
     if args.tiny:
         device = torch.device("cpu")
@@ -137,7 +166,8 @@ def main() -> None:
         shape = replace(shape, num_layers=2, intermediate_size=64, mask_token_id=500, target_layer_ids=(1, 3))
     result: dict[str, Any] = {
         "command": "python benchmarks/draft_4b_step.py "
-        + f"--batch-rows {args.batch_rows} --rows {args.rows} --loss {args.loss} --attention {args.attention}",
+        + f"--batch-rows {args.batch_rows} --rows {args.rows} --loss {args.loss} --attention {args.attention}"
+        + f" --steps {args.steps}{' --captured' * args.captured}",
         "date": datetime.now(UTC).date().isoformat(),
         "environment": {
             "hardware": "CPU" if args.tiny else torch.cuda.get_device_name(),

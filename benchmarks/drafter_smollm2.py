@@ -247,7 +247,9 @@ class Bench:
         grid = QuantizeConfig(method="awq", group_size=self.args.group_size)
         save_quantized(model, quantize_target(model, *texts, grid, quiet), grid, self.args.model, ptq)
         student = student_of(self.args.model, ptq)
-        optimizer = OptimizerConfig(steps=self.args.distill_steps, learning_rate=2e-4, checkpoint_every=10**9)
+        optimizer = OptimizerConfig(
+            steps=self.args.distill_steps, learning_rate=2e-4, checkpoint_every=10**9, captured=self.args.captured
+        )
         config = DistillConfig(
             optimizer=optimizer, batch_rows=16, row_length=self.args.row_length, precision=self.args.precision
         )
@@ -279,7 +281,11 @@ class Bench:
         steps = max(1, round(training.share * self.args.steps))
         return DraftConfig(
             optimizer=OptimizerConfig(
-                steps=steps, learning_rate=self.args.learning_rate, method=self.args.method, checkpoint_every=10**9
+                steps=steps,
+                learning_rate=self.args.learning_rate,
+                method=self.args.method,
+                checkpoint_every=10**9,
+                captured=self.args.captured,
             ),
             loss=loss,
             positions=positions,  # type: ignore[arg-type]
@@ -384,7 +390,8 @@ class Bench:
         result = {
             "command": "python benchmarks/drafter_smollm2.py --model FOLDER --conversations CONVERSATIONS --prompts "
             "PROMPTS --work WORK --out RESULT "
-            + " ".join(f"--{k.replace('_', '-')} {text_of(v)}" for k, v in settings.items()),
+            + " ".join(f"--{k.replace('_', '-')} {text_of(v)}" for k, v in settings.items())
+            + (" --captured" if self.args.captured else " --no-captured"),
             "date": datetime.now(UTC).date().isoformat(),
             "environment": {
                 "hardware": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
@@ -560,6 +567,7 @@ def main() -> None:
     parser.add_argument("--long-context", type=int, default=3000)
     parser.add_argument("--engine-prompts", type=int, default=24)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--captured", action=argparse.BooleanOptionalAction, default=True, help="steps as CUDA graphs")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     rows = all_rows(args)

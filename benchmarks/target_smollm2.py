@@ -234,7 +234,13 @@ class Bench:
         """Trains in place; returns what was done."""
         learned = any(isinstance(layer, FakeQuantLinear) and layer.learn_scale for layer in student.modules())
         config = DistillConfig(
-            optimizer=OptimizerConfig(steps=steps, learning_rate=rate, betas=(0.9, 0.95), checkpoint_every=10**9),
+            optimizer=OptimizerConfig(
+                steps=steps,
+                learning_rate=rate,
+                betas=(0.9, 0.95),
+                checkpoint_every=10**9,
+                captured=self.args.captured,
+            ),
             batch_rows=batch_rows,
             row_length=ROW,
             scales="learned" if learned else "frozen",
@@ -291,7 +297,8 @@ class Bench:
         healed = min((kl[name] for name in ("frozen g32", "learned g32") if name in kl), default=None)
         result = {
             "command": "python benchmarks/target_smollm2.py --model FOLDER --conversations FILES --work FOLDER "
-            f"--out RESULT --steps {self.args.steps} {' '.join(self.asked())}",
+            f"--out RESULT --steps {self.args.steps} {'--captured' if self.args.captured else '--no-captured'} "
+            f"{' '.join(self.asked())}",
             "date": datetime.now(UTC).date().isoformat(),
             "environment": {
                 "hardware": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
@@ -340,6 +347,7 @@ def main() -> None:
     parser.add_argument("--batch-rows", type=int, default=16)
     parser.add_argument("--heldout-rows", type=int, default=128)
     parser.add_argument("--calibration-rows", type=int, default=64)
+    parser.add_argument("--captured", action=argparse.BooleanOptionalAction, default=True, help="steps as CUDA graphs")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     bench = Bench(args)

@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> None:
         numbers = rows.batch(args.rows, step, args.seed)
         batch = rows.select(numbers).to(target.device)
         blocks = make_blocks(batch, sample_anchors(batch, args.anchors, step), SHAPE.block_size, SHAPE.mask_token_id)
-        loss = draft_loss(drafter, target, batch, blocks, features(numbers), config, head)
+        loss = draft_loss(drafter, target, batch, blocks, features(numbers, batch), config, head)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()

@@ -41,7 +41,7 @@ def test_rows_are_found_by_number(stored: bool) -> None:
     whole = features_of(target, packed, TAPS)
     assert len(packed) > 4
     numbers = torch.tensor([4, 1, 2])
-    got = source(numbers)
+    got = source(numbers, packed.select(numbers))
     torch.testing.assert_close(got.hidden, whole.hidden[numbers], rtol=1e-4, atol=1e-4)
     assert len(got.taps) == 2
     for ours, theirs in zip(got.taps, whole.taps, strict=True):
@@ -52,4 +52,4 @@ def test_stored_rows_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target, packed = build(HYBRID), rows()
     source = feature_source(target, packed, TAPS, True, batch_rows=3)
     monkeypatch.setattr(target, "forward", None)
-    source(torch.tensor([0, 1]))
+    source(torch.tensor([0, 1]), packed)

@@ -1,12 +1,14 @@
 """Documents of packed rows, and the mixing over them, against loops and against each document alone."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.test_convolution import slow_convolution
 from twofold.ops.attention import attention
-from twofold.ops.documents import Documents, causal_document_mask, document_ids
+from twofold.ops.documents import Documents, causal_document_mask, document_ids, most_documents
 from twofold.ops.gated_delta import gated_delta_recurrent
 from twofold.ops.packed import packed_attention, packed_convolution, packed_delta
 
@@ -27,6 +29,37 @@ def test_borders_of_rows_that_stand_one_behind_the_other() -> None:
     documents = Documents(document_ids(torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])))
     assert documents.borders.tolist() == [0, 3, 4, 6, 8, 12, 18]
     assert documents.longest == 6
+
+
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_borders_of_a_fixed_number(more: int) -> None:
+    """Documents that are not there are empty, at the end."""
+    ids = document_ids(torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 0, 1, 0, 1]]))
+    documents = Documents(ids, most=6 + more)
+    assert documents.borders.tolist() == [0, 3, 4, 6, 8, 10, 12] + [12] * more
+    assert documents.borders.dtype == torch.int32
+    assert documents.longest == 6
+
+
+def test_attention_between_borders_of_a_fixed_number() -> None:
+    """What variable-length attention computes: each stretch of all rows by itself, of no tokens or of some."""
+    torch.manual_seed(0)
+    documents = Documents(document_ids(torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 0, 1, 2, 3]])), most=8)
+    q, k, v = (torch.randn(2, 6, heads, 8, dtype=torch.float64) for heads in (6, 2, 2))
+    found = [
+        attention(*(x.flatten(0, 1)[None, begin:end] for x in (q, k, v)), causal=True)
+        for begin, end in itertools.pairwise(documents.borders.tolist())
+        if end > begin
+    ]
+    torch.testing.assert_close(torch.cat(found, dim=1).view(2, 6, 6, 8), packed_attention(q, k, v, documents))
+
+
+def test_the_most_documents_of_a_batch() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [3, 4, 0, 1, 2, 3], [0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    for size in range(1, 6):
+        batches = itertools.combinations(range(4), min(size, 4))
+        wanted = max(len(Documents(document_ids(positions[list(batch)])).borders) - 1 for batch in batches)
+        assert most_documents(positions, size) == wanted
 
 
 def alone(mix: object, tensors: list[Tensor], lengths: list[int]) -> Tensor:

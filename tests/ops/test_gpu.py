@@ -43,6 +43,17 @@ def test_packed_attention(documents: bool) -> None:
     compare(packed_cuda.packed_attention, packed.packed_attention, inputs, 0.01, documents)
 
 
+def test_packed_attention_of_a_fixed_number_of_documents() -> None:
+    """Empty documents at the end change nothing."""
+    torch.manual_seed(0)
+    inputs = [randn(6, 64), randn(2, 64), randn(2, 64)]
+
+    def fast(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        return packed_cuda.packed_attention(q, k, v, Documents(documents.ids_BT, most=11))
+
+    compare(fast, packed.packed_attention, inputs, 0.01, True)
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_packed_delta(documents: bool) -> None:
     torch.manual_seed(0)

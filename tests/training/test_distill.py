@@ -79,8 +79,8 @@ def test_the_gradient_is_that_of_the_rounded_model(
 
     captured: list[Tensor] = []
 
-    def one_step(parameters: dict[str, torch.nn.Parameter], loss_at: Any, *_: Any, **__: Any) -> list[dict[str, float]]:
-        captured.append(loss_at(0))
+    def one_step(_: Any, inputs_at: Any, loss_of: Any, *__: Any, **___: Any) -> list[dict[str, float]]:
+        captured.append(loss_of(*inputs_at(0)))
         captured[0].backward()
         return []
 
@@ -233,8 +233,8 @@ def test_the_gradient_against_dense_autograd_in_float64(
     plain = build(config, dtype=torch.float64, seed=1)
     student = fake(build(config, dtype=torch.float64, seed=1), learned, head)
 
-    def one_step(parameters: dict[str, torch.nn.Parameter], loss_at: Any, *_: Any, **__: Any) -> list[dict[str, float]]:
-        loss = loss_at(0)
+    def one_step(_: Any, inputs_at: Any, loss_of: Any, *__: Any, **___: Any) -> list[dict[str, float]]:
+        loss = loss_of(*inputs_at(0))
         loss.backward()
         values.append(loss)
         return []
@@ -349,8 +349,8 @@ def test_all_of_the_vocabulary_kept_is_the_teacher_itself(tmp_path: Path, monkey
     teacher = build(HYBRID).requires_grad_(False)
     losses: list[float] = []
 
-    def one_step(parameters: dict[str, torch.nn.Parameter], loss_at: Any, *_: Any, **__: Any) -> list[dict[str, float]]:
-        loss = loss_at(0)
+    def one_step(_: Any, inputs_at: Any, loss_of: Any, *__: Any, **___: Any) -> list[dict[str, float]]:
+        loss = loss_of(*inputs_at(0))
         loss.backward()
         losses.append(loss.item())
         return []

@@ -19,6 +19,10 @@ class Killed(Exception):  # noqa: N818
     pass
 
 
+def number(step: int) -> tuple[Tensor]:
+    return (torch.tensor(step),)
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -35,20 +39,22 @@ def run(
 ) -> History:
     """Steps whose data come from their number; `validate` reads the weights."""
 
-    def loss_at(step: int) -> Tensor:
+    def inputs_at(step: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return torch.tensor(step), torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
+
+    def loss_of(step: Tensor, x: Tensor, y: Tensor) -> Tensor:
         if step == kill_at:
             raise Killed
         if seen is not None:
-            seen.append(step)
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
-        return change(step, (model(x) - y).square().mean())
+            seen.append(int(step))
+        return change(int(step), (model(x) - y).square().mean())
 
     def validate() -> dict[str, float]:
         return {"norm": float(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())}
 
     parameters = dict(model.named_parameters())
-    return train(parameters, loss_at, config, Checkpoints(folder), lambda *_: None, validate)
+    return train(parameters, inputs_at, loss_of, config, Checkpoints(folder), lambda *_: None, validate)
 
 
 def config(steps: int = 20, every: int = 10, validate: int = 5) -> OptimizerConfig:
@@ -78,7 +84,7 @@ def test_one_step_is_adamw_by_hand(tmp_path: Path) -> None:
     how = OptimizerConfig(steps=10, learning_rate=0.1, warmup=0.4, weight_decay=0.5)
     slope = torch.tensor([0.3, -0.2, 0.1])
 
-    def loss_at(step: int) -> Tensor:
+    def loss_of() -> Tensor:
         return (parameter * slope).sum()
 
     def report(done: int, *_: object) -> None:
@@ -86,7 +92,7 @@ def test_one_step_is_adamw_by_hand(tmp_path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        train({"p": parameter}, loss_at, how, Checkpoints(tmp_path), report, dict)
+        train({"p": parameter}, lambda step: (), loss_of, how, Checkpoints(tmp_path), report, dict)
     rate = 0.1 / 4
     wanted = torch.tensor([1.0, -2.0, 3.0]) * (1 - rate * 0.5) - rate * slope.sign()
     torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-5, atol=1e-6)
@@ -142,14 +148,14 @@ def test_the_gradient_is_clipped(tmp_path: Path) -> None:
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     model, values = network(), []
 
-    def loss_at(step: int) -> Tensor:
-        x = torch.randn(32, 4, generator=torch.Generator().manual_seed(step))
+    def loss_of(step: Tensor) -> Tensor:
+        x = torch.randn(32, 4, generator=torch.Generator().manual_seed(int(step)))
         loss = (model(x) - x[:, :3]).square().mean()
         values.append(loss.item())
         return loss
 
     how = OptimizerConfig(steps=150, learning_rate=0.05)
-    train(dict(model.named_parameters()), loss_at, how, Checkpoints(tmp_path), lambda *_: None, dict)
+    train(dict(model.named_parameters()), number, loss_of, how, Checkpoints(tmp_path), lambda *_: None, dict)
     assert sum(values[-10:]) < 0.2 * sum(values[:10])
 
 
@@ -157,8 +163,8 @@ def test_a_loss_that_is_not_finite_stops_and_is_blamed(tmp_path: Path) -> None:
     """The checkpoint before it stays, and so do the parameters."""
     model, asked = network(), []
 
-    def loss_at(step: int) -> Tensor:
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+    def loss_of(step: Tensor) -> Tensor:
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(int(step)))
         return model(x * (math.nan if step == 7 else 1.0)).square().mean()
 
     def blame(step: int) -> str:
@@ -167,8 +173,9 @@ def test_a_loss_that_is_not_finite_stops_and_is_blamed(tmp_path: Path) -> None:
 
     checkpoints = Checkpoints(tmp_path)
     message = r"step 7: the loss is not finite, first in layers\.3; lower the learning rate, or check the weights"
+    parameters = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match=message):
-        train(dict(model.named_parameters()), loss_at, config(every=5), checkpoints, lambda *_: None, dict, blame=blame)
+        train(parameters, number, loss_of, config(every=5), checkpoints, lambda *_: None, dict, blame=blame)
     assert [step for step, _ in asked] == [7]
     assert all(torch.equal(a, b) for a, b in zip(asked[0][1], model.parameters(), strict=True))
     found = checkpoints.latest()
@@ -180,12 +187,13 @@ def test_a_broken_gradient_is_named_where_it_began(tmp_path: Path) -> None:
     """The square root's slope at 0 breaks layer 2's output; all before it break with it, the last layer does not."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
 
-    def loss_at(step: int) -> Tensor:
+    def loss_of() -> Tensor:
         x = model[1](model[0](torch.ones(1, 4)))
         return model[2]((x - x.detach()).sqrt()).sum()
 
+    parameters = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match=r"step 0: the gradient of 1\.bias is not finite"):
-        train(dict(model.named_parameters()), loss_at, config(), Checkpoints(tmp_path), lambda *_: None, dict)
+        train(parameters, lambda step: (), loss_of, config(), Checkpoints(tmp_path), lambda *_: None, dict)
     assert model[2].weight.grad is not None
     assert model[2].weight.grad.isfinite().all()
 
@@ -199,10 +207,10 @@ class Valley:
         self.kl, self.folder, self.kill_at = kl, folder, kill_at
         self.at = 0
 
-    def loss_at(self, step: int) -> Tensor:
+    def loss_of(self, step: Tensor) -> Tensor:
         if step == self.kill_at:
             raise Killed
-        self.at = step + 1
+        self.at = int(step) + 1
         return self.weight.sum()
 
     def run(self) -> History:
@@ -215,7 +223,8 @@ class Valley:
 
         return train(
             {"weight": self.weight},
-            self.loss_at,
+            number,
+            self.loss_of,
             how,
             Checkpoints(self.folder),
             lambda *_: None,

@@ -36,12 +36,21 @@ def test_a_parameter_may_have_a_rate_of_its_own(tmp_path: Path) -> None:
     def report(*_: object) -> None:
         raise StopError
 
-    def loss_at(step: int) -> Tensor:
+    def loss_of() -> Tensor:
         return sum(((p * slope).sum() for p in parameters.values()), torch.zeros(()))
 
     multiples = {"scale": 0.25, "other": 2.0}
     with pytest.raises(StopError):
-        train(parameters, loss_at, config(weight_decay=0.5), Checkpoints(tmp_path), report, dict, multiples=multiples)
+        train(
+            parameters,
+            lambda step: (),
+            loss_of,
+            config(weight_decay=0.5),
+            Checkpoints(tmp_path),
+            report,
+            dict,
+            multiples=multiples,
+        )
     rate = 0.1 / 4
     wanted = {
         "weight": start * (1 - rate * 0.5) - rate * slope.sign(),
@@ -70,6 +79,19 @@ def test_float32_needs_no_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", guarded)
     new_optimizer({"p": nn.Parameter(torch.zeros(3))}, config(), {})
+
+
+@pytest.mark.parametrize("method", ["adamw", "muon"])
+def test_rates_change_where_they_stand(method: str) -> None:
+    """What reads a rate's tensor, as a CUDA graph does, reads the schedule, and of each group its own."""
+    parameters = {name: nn.Parameter(torch.zeros(3)) for name in ("weight", "scale")}
+    how = config(method=method)
+    optimizer = new_optimizer(parameters, how, {"scale": 0.25})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(how.steps):
+        set_rate(optimizer, how.rate(step))
+        assert [float(rate) for rate in rates] == pytest.approx([how.rate(step), 0.25 * how.rate(step)], rel=1e-6)
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
 
 
 @needs_torchao
@@ -122,10 +144,10 @@ def test_8_bits_follow_32(tmp_path: Path) -> None:
         parameter = nn.Parameter(torch.zeros(32, 128))
         how = config(steps=60, states=states)
 
-        def loss_at(step: int, parameter: nn.Parameter = parameter) -> Tensor:
+        def loss_of(parameter: nn.Parameter = parameter) -> Tensor:
             return (parameter - target).square().mean()
 
-        train({"p": parameter}, loss_at, how, Checkpoints(tmp_path / states), lambda *_: None, dict)
+        train({"p": parameter}, lambda step: (), loss_of, how, Checkpoints(tmp_path / states), lambda *_: None, dict)
         ends.append(float((parameter.detach() - target).square().mean()))
     assert max(ends) < 0.05  # from 1
     assert ends[0] != ends[1]

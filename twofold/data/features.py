@@ -22,21 +22,29 @@ class Features:
 
 
 @torch.no_grad()
-def features_of(target: CausalLM, rows: PackedRows, taps: Sequence[int] = ()) -> Features:
-    """One forward pass, on the target's device."""
+def features_of(
+    target: CausalLM, rows: PackedRows, taps: Sequence[int] = (), most_documents: int | None = None
+) -> Features:
+    """One forward pass, on the target's device; `most_documents` is for `CausalLM.forward`."""
     rows = rows.to(target.device)
-    return Features(*target(rows.token_ids_NT, rows.positions_NT, taps=taps))
+    return Features(*target(rows.token_ids_NT, rows.positions_NT, taps=taps, most_documents=most_documents))
 
 
 def feature_source(
-    target: CausalLM, rows: PackedRows, taps: Sequence[int], stored: bool, batch_rows: int
-) -> Callable[[Tensor], Features]:
-    """A function from row numbers to their features: looked up if `stored` (4 N T D (1 + taps) bytes), else computed.
+    target: CausalLM,
+    rows: PackedRows,
+    taps: Sequence[int],
+    stored: bool,
+    batch_rows: int,
+    most_documents: int | None = None,
+) -> Callable[[Tensor, PackedRows], Features]:
+    """A function from the numbers of rows, and the rows, to their features: looked up if `stored` (4 N T D (1 + taps)
+    bytes), else computed.
 
     Stored features are those of batches of `batch_rows` in order; up to rounding they equal the computed ones.
     """
     if not stored:
-        return lambda numbers: features_of(target, rows.select(numbers), taps)
+        return lambda _, batch: features_of(target, batch, taps, most_documents)
     size = (len(rows), rows.token_ids_NT.shape[1], target.config.hidden_size)
     new = target.norm.weight.detach().new_empty
     whole = Features(new(size), [new(size) for _ in taps])
@@ -44,4 +52,4 @@ def feature_source(
         made = features_of(target, rows.select(part), taps)
         for kept, x in zip((whole.hidden, *whole.taps), (made.hidden, *made.taps), strict=True):
             kept[part] = x
-    return whole.select
+    return lambda numbers, _: whole.select(numbers)

@@ -76,18 +76,19 @@ class CausalLM(nn.Module):
         state: DecodeState | None = None,
         taps: Sequence[int] = (),
         keep: int | Tensor | None = None,
+        most_documents: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [B, T, D] after the final norm, and the outputs [B, T, D] of the layers named in `taps`.
 
-        Without a state: whole rows, with autograd; a position of 0 starts a new packed document, and without
-        positions each row is one document. With a state: the pass stands at the state's lengths and opens a window,
-        see `DecodeState`; `keep` is what will be committed of it, where that is known, as in a prefill. Tap i is the
-        residual stream after layer i (transformers' hidden_states[i + 1]).
+        Without a state: whole rows, with autograd; a position of 0 starts a new packed document (`most_documents`: see
+        `Documents`), and without positions each row is one document. With a state: the pass stands at the state's
+        lengths and opens a window, see `DecodeState`; `keep` is what will be committed of it, where that is known, as
+        in a prefill. Tap i is the residual stream after layer i (transformers' hidden_states[i + 1]).
         ValueError for a tap that is not a layer.
         """
         if bad := [i for i in taps if not 0 <= i < self.config.num_layers]:
             raise ValueError(f"taps {bad} are not layers of a model with {self.config.num_layers} layers")
-        place = self.place(token_ids_BT, positions_BT, state, keep)
+        place = self.place(token_ids_BT, positions_BT, state, keep, most_documents)
         x_BTD = self.embed_tokens(token_ids_BT)
         outputs: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
@@ -113,6 +114,7 @@ class CausalLM(nn.Module):
         positions_BT: Tensor | None,
         state: DecodeState | None,
         keep: int | Tensor | None = None,
+        most_documents: int | None = None,
     ) -> Place:
         """What all layers of a pass share; it opens the state's window."""
         batch, num_tokens = token_ids_BT.shape
@@ -123,5 +125,5 @@ class CausalLM(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(num_tokens, device=token_ids_BT.device).expand(batch, -1)
         else:
-            documents = Documents(document_ids(positions_BT))
+            documents = Documents(document_ids(positions_BT), most_documents)
         return Place(rotary_table(positions_BT, self.config.rotary_dim, self.config.rope_theta), documents)

@@ -3,6 +3,7 @@
 Gated DeltaNet has no function here: its reference is a few large products, and its loop a kernel (`scan_triton`).
 """
 
+import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -24,6 +25,8 @@ def packed_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, documents: 
 
 def packed_convolution(x_BTC: Tensor, weight_CW: Tensor, documents: Documents | None) -> Tensor:
     if x_BTC.itemsize > 2:
+        if documents is not None and torch.cuda.is_current_stream_capturing():
+            raise ValueError("a convolution in float32 is in no CUDA graph; compute in bfloat16, or capture nothing")
         return packed.packed_convolution(x_BTC, weight_CW, documents)
     from twofold.ops.convolution_triton import convolution
 

@@ -3,7 +3,7 @@
 M counted positions, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from twofold.data.conversations import PackedRows
 from twofold.data.features import feature_source
-from twofold.data.teacher import top_k_of
+from twofold.data.teacher import TopK, top_k_of
 from twofold.models.causal_lm import CausalLM
 from twofold.models.layers import dense_weight
+from twofold.ops.documents import most_documents
 from twofold.quant.linear import FakeQuantLinear
 from twofold.training.divergence import Divergence, linear_divergence, top_k_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.optimizer import OptimizerConfig
 from twofold.training.precision import Precision, autocast
+from twofold.training.step import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class DistillConfig:
             raise ValueError("layers = false leaves nothing to learn; set head = true too, or leave it out")
         if self.best and not self.optimizer.validate_every:
             raise ValueError("best = true chooses among validations; set optimizer.validate_every")
+        if self.activation_checkpointing and self.optimizer.captured:
+            raise ValueError("activation_checkpointing = true is in no CUDA graph; set one of it and captured to false")
 
 
 def trainable(student: CausalLM, head: bool = False, layers: bool = True) -> dict[str, nn.Parameter]:
@@ -98,18 +102,31 @@ def distill(
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     student.checkpointing = config.activation_checkpointing
-    loss_of = _loss_to(teacher, rows, config)
+    captured = config.optimizer.captured
+    most = most_documents(rows.positions_NT, config.batch_rows) if captured else None
+    kept = top_k_of(teacher, rows, config.top_k, config.batch_rows) if config.teacher == "topk" else None
+    with autocast(config.precision, teacher.device):  # stored ones are made here
+        features = feature_source(teacher, rows, (), config.teacher == "stored", config.batch_rows, most)
+    loss_to = _loss_to(teacher, config)
     dtype = _head_dtype(student, config)
     frozen_head = None if config.head else dense_weight(student.lm_head, dtype)
 
-    def loss_at(step: int) -> Tensor:
+    def inputs_at(step: int) -> Inputs:
         numbers = rows.batch(config.batch_rows, step, seed)
-        batch = rows.select(numbers).to(student.device)
-        counted = batch.answer_NT if config.tokens == "answer" else batch.used_NT
+        told = () if kept is None else vars(kept.select(numbers)).values()
+        return numbers, *vars(rows.select(numbers)).values(), *told
+
+    def loss_of(numbers: Tensor, *tensors: Tensor) -> Tensor:
+        batch, told = PackedRows(*tensors[:4]), tensors[4:]
         with autocast(config.precision, student.device):
-            hidden, _ = student(batch.token_ids_NT, batch.positions_NT)
+            hidden, _ = student(batch.token_ids_NT, batch.positions_NT, most_documents=most)
+            told = told or (features(numbers, batch).hidden,)
         head_VD = _head(student, dtype) if frozen_head is None else frozen_head
-        return loss_of(hidden[counted].to(dtype), head_VD, numbers, counted)
+        counted_M = (batch.answer_NT if config.tokens == "answer" else batch.used_NT).flatten()
+        # captured, all positions are taken, with weight 0 if they do not count: the host would wait for how many do
+        places, weights_M = (slice(None), counted_M) if captured else (counted_M, None)
+        student_MD, *told_MX = (x.flatten(0, 1)[places] for x in (hidden, *told))
+        return loss_to(student_MD.to(dtype), head_VD, told_MX, weights_M)
 
     def blame(step: int) -> str:
         batch = rows.select(rows.batch(config.batch_rows, step, seed)).to(student.device)
@@ -117,7 +134,8 @@ def distill(
 
     history = train(
         parameters,
-        loss_at,
+        inputs_at,
+        loss_of,
         config.optimizer,
         checkpoints,
         report,
@@ -142,32 +160,24 @@ def _head(student: CausalLM, dtype: torch.dtype) -> Tensor:
 
 
 def _loss_to(
-    teacher: CausalLM, rows: PackedRows, config: DistillConfig
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """(the student's hidden states [M, D], its head [V, D], numbers of the rows, counted positions) -> the loss."""
+    teacher: CausalLM, config: DistillConfig
+) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], Tensor]:
+    """(the student's hidden states [M, D], its head [V, D], the teacher's hidden states [M, D], or its top k, weights
+    of the positions [M]) -> the loss."""
+    chunk = config.vocab_chunk
     if config.teacher == "topk":
-        kept = top_k_of(teacher, rows, config.top_k, config.batch_rows)
 
-        def to_kept(student_MD: Tensor, head_VD: Tensor, numbers: Tensor, counted: Tensor) -> Tensor:
-            wanted = kept.select(numbers).to(student_MD.device).select(counted)
-            return top_k_divergence(student_MD, head_VD, wanted, chunk=config.vocab_chunk)
+        def to_kept(student_MD: Tensor, head_VD: Tensor, told: Sequence[Tensor], weights_M: Tensor | None) -> Tensor:
+            return top_k_divergence(student_MD, head_VD, TopK(*told), chunk=chunk, weights_M=weights_M)
 
         return to_kept
 
-    with autocast(config.precision, teacher.device):
-        features = feature_source(teacher, rows, (), config.teacher == "stored", config.batch_rows)
     teacher_head_VD = dense_weight(teacher.lm_head, _head_dtype(teacher, config))
 
-    def to_all(student_MD: Tensor, head_VD: Tensor, numbers: Tensor, counted: Tensor) -> Tensor:
-        with autocast(config.precision, teacher.device):
-            hidden = features(numbers).hidden
+    def to_all(student_MD: Tensor, head_VD: Tensor, told: Sequence[Tensor], weights_M: Tensor | None) -> Tensor:
+        teacher_MD, kind = told[0].to(teacher_head_VD.dtype), config.divergence
         return linear_divergence(
-            student_MD,
-            head_VD,
-            hidden[counted].to(teacher_head_VD.dtype),
-            teacher_head_VD,
-            kind=config.divergence,
-            chunk=config.vocab_chunk,
+            student_MD, head_VD, teacher_MD, teacher_head_VD, kind=kind, chunk=chunk, weights_M=weights_M
         )
 
     return to_all

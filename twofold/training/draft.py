@@ -13,6 +13,7 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.draft_quantization import fake_quantize_drafter
 from twofold.models.drafter import Drafter
 from twofold.models.layers import dense_weight
+from twofold.ops.documents import most_documents
 from twofold.quant.linear import pack_linears
 from twofold.quant.scheme import QuantScheme
 from twofold.training.blocks import Blocks, draft_hidden, make_blocks, sample_anchors
@@ -21,6 +22,7 @@ from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.losses import HARD, DraftLoss, block_weights, dpace_weights
 from twofold.training.optimizer import OptimizerConfig
 from twofold.training.precision import Precision, autocast, dtype_of
+from twofold.training.step import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +74,13 @@ def draft_loss(
 ) -> Tensor:
     """sum_m w_m l_m / sum_m w_m over the valid guesses, l the mixture of `DraftLoss` and w the decay; with D-PACE's
     weights the sum is divided by the number of blocks. `head_VD` is the target's head, whose dtype the products have.
+    In a captured training all guesses are taken, with weight 0 where they are not valid.
     """
     with autocast(config.precision, target.device):
         guesses, wanted = draft_hidden(drafter, target, rows, blocks, features)
     valid = blocks.valid_BAK
-    places_M = valid.flatten().nonzero().flatten()  # once: the host waits for how many there are
+    captured = config.optimizer.captured  # else once: the host waits for how many there are
+    places_M = slice(None) if captured else valid.flatten().nonzero().flatten()
 
     def chosen(x: Tensor) -> Tensor:
         return x.flatten(0, 2)[places_M]
@@ -89,12 +93,12 @@ def draft_loss(
         guesses_MD = torch.cat((guesses_MD, before_MR), dim=1)
         scorer_VD = torch.cat((head_VD, drafter.markov_head.after.weight.to(head_VD.dtype)), dim=1)
     if config.positions == "decay":
-        weights_M = chosen(block_weights(drafter.config.block_size, config.gamma, guesses.device).expand(valid.shape))
+        weights_M = chosen(block_weights(drafter.config.block_size, config.gamma, guesses.device) * valid)
         scale: Tensor | float = 1.0
     else:
-        log_q_M = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
-        log_q = torch.zeros(valid.numel(), device=guesses.device).index_copy(0, places_M, log_q_M).view(valid.shape)
-        weights_M = chosen(dpace_weights(log_q, valid, config.alpha))
+        log_q = torch.zeros(valid.numel(), device=guesses.device)
+        log_q[places_M] = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
+        weights_M = chosen(dpace_weights(log_q.view(valid.shape), valid, config.alpha))
         scale = weights_M.sum() / valid[..., 0].sum().clamp(min=1)
 
     def to_target(kind: Literal["forward_kl", "total_variation"]) -> Tensor:
@@ -131,25 +135,31 @@ def train_drafter(
     drafter.requires_grad_(True)
     block_size = drafter.config.block_size
     taps = drafter.config.target_layer_ids
+    most = most_documents(rows.positions_NT, config.batch_rows) if config.optimizer.captured else None
     with autocast(config.precision, target.device):
-        features = feature_source(target, rows, taps, config.store_features, config.batch_rows)
+        features = feature_source(target, rows, taps, config.store_features, config.batch_rows, most)
     head_VD = dense_weight(target.lm_head, dtype_of(config.precision))
 
-    def loss_at(step: int) -> Tensor:
+    def inputs_at(step: int) -> Inputs:
         numbers = rows.batch(config.batch_rows, step, seed)
         batch = rows.select(numbers)
-        anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step).to(target.device)
-        batch = batch.to(target.device)
+        anchors = sample_anchors(batch, config.anchors, seed * 1_000_003 + step)
+        return numbers, anchors, *vars(batch).values()
+
+    def loss_of(numbers: Tensor, anchors: Tensor, *fields: Tensor) -> Tensor:
+        batch = PackedRows(*fields)
         blocks = make_blocks(batch, anchors, block_size, drafter.config.mask_token_id)
         with autocast(config.precision, target.device):
-            found = features(numbers)
+            found = features(numbers, batch)
         return draft_loss(drafter, target, batch, blocks, found, config, head_VD)
 
     parameters = {name: p for name, p in drafter.named_parameters() if not name.startswith("draft_head.")}
     scale_rate, rate = config.scale_learning_rate, config.optimizer.learning_rate
     multiple = 0.1 if scale_rate is None else scale_rate / rate
     multiples = {name: multiple for name in parameters if name.endswith(".scale")}
-    history = train(parameters, loss_at, config.optimizer, checkpoints, report, validate, multiples=multiples)
+    history = train(
+        parameters, inputs_at, loss_of, config.optimizer, checkpoints, report, validate, multiples=multiples
+    )
     drafter.requires_grad_(False)
     pack_linears(drafter, cache_dtype=drafter.norm.weight.dtype)
     return history

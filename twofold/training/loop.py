@@ -1,7 +1,7 @@
 """A training loop that can be killed at any moment and gives the same numbers.
 
 Step i is a function of (parameters, optimizer state, i): the data of a step come from its number, so what a
-checkpoint keeps is all there is.
+checkpoint keeps is all there is. The host makes those of the next step while the device works at this one.
 """
 
 import json
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from twofold.training.optimizer import OptimizerConfig, new_optimizer, restore_state, set_rate, state_tensors
+from twofold.training.step import Inputs, TrainingStep
 
 Report = Callable[[int, int, str], None]
 History = list[dict[str, float]]
@@ -30,7 +31,8 @@ class Checkpoints(Protocol):
 
 def train(
     parameters: Mapping[str, nn.Parameter],
-    loss_at: Callable[[int], Tensor],
+    inputs_at: Callable[[int], Inputs],
+    loss_of: Callable[..., Tensor],
     config: OptimizerConfig,
     checkpoints: Checkpoints,
     report: Report,
@@ -40,7 +42,8 @@ def train(
     keep_least: str | None = None,
     blame: Callable[[int], str] | None = None,
 ) -> History:
-    """Minimizes `loss_at(step)` in place; returns the validations, [{"step": ..., ...}], the last after the end.
+    """Minimizes `loss_of(*inputs_at(step))` in place; returns the validations, [{"step": ..., ...}], the last after the
+    end. Inputs have the same shapes at every step; they are made on the host, the loss on the device.
 
     `multiples`: see `new_optimizer`. `keep_least`: a key of the validations; the parameters end as those of the
     validation where it was least, the first of several. `parameters` are in the order of the forward pass.
@@ -64,24 +67,25 @@ def train(
         history.append(entry)
 
     average = math.nan
+    work = TrainingStep(list(parameters.values()), loss_of, optimizer, config.clip, captured=config.captured)
+    inputs = inputs_at(done) if done < config.steps else ()
     for step in range(done, config.steps):
         if config.validate_every and step % config.validate_every == 0:
             look(step)
         set_rate(optimizer, config.rate(step))
-        loss = loss_at(step)
-        loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
-        value, length = torch.stack((loss.detach().to(norm.dtype), norm)).tolist()  # the host waits once a step
-        if not math.isfinite(value + length):
+        work.begin(inputs)
+        if step + 1 < config.steps:
+            inputs = inputs_at(step + 1)
+        loss, norm = work.read()
+        if not math.isfinite(loss + norm):
             wrong = _diagnosis(loss, parameters, step, blame)
             raise RuntimeError(f"step {step}: {wrong}; lower the learning rate, or check the weights")
-        nn.utils.clip_grads_with_norm_(parameters.values(), config.clip, norm)  # by a norm that is NaN, all would be
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        average = value if math.isnan(average) else 0.95 * average + 0.05 * value
+        work.finish()
+        average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
         report(step + 1, config.steps, f"loss {average:.4f}")
         if (step + 1) % config.checkpoint_every == 0 and step + 1 < config.steps:
             checkpoints.save(step + 1, lambda folder: _store(folder, parameters, optimizer, history, best))
+    optimizer.zero_grad(set_to_none=True)
     look(config.steps)
     with torch.no_grad():
         for name, tensor in best.items():
@@ -94,15 +98,15 @@ def _least(history: History, key: str) -> float:
 
 
 def _diagnosis(
-    loss: Tensor, parameters: Mapping[str, nn.Parameter], step: int, blame: Callable[[int], str] | None
+    loss: float, parameters: Mapping[str, nn.Parameter], step: int, blame: Callable[[int], str] | None
 ) -> str:
-    if not loss.isfinite() and blame is not None:
+    if not math.isfinite(loss) and blame is not None:
         return f"the loss is not finite, first in {blame(step)}"
     # Gradients flow backward: all that come before the place where one broke are broken with it.
     broken = [n for n, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
-    if broken and (loss.isfinite() or len(broken) < len(parameters)):
+    if broken and (math.isfinite(loss) or len(broken) < len(parameters)):
         return f"the gradient of {broken[-1]} is not finite"
-    return f"the {'norm of the gradient' if loss.isfinite() else 'loss'} is not finite"
+    return f"the {'norm of the gradient' if math.isfinite(loss) else 'loss'} is not finite"
 
 
 def _store(

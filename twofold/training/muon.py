@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
 
     The factor gives a step the size that AdamW's have, so that both take the same learning rates (arXiv:2502.16982).
     Matrices of one shape are taken together, on a GPU in bfloat16. What has fewer or more than two dimensions is
-    optimized by AdamW.
+    optimized by AdamW. Step counts stay on the parameters' device, and rates may: a CUDA graph of `step` reads them.
     """
 
     def __init__(
@@ -58,14 +58,17 @@ class Muon(torch.optim.Optimizer):
                 else:
                     self._step_others(parameters, group)
 
-    def _step_matrices(self, parameters: list[Tensor], rate: float) -> None:
-        moments = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
+    def _step_matrices(self, parameters: list[Tensor], rate: Tensor | float) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        moments = [self.state[p]["momentum"] for p in parameters]
         gradients = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(moments, MOMENTUM)
         torch._foreach_add_(moments, gradients)
         ahead = torch.stack(torch._foreach_add(gradients, moments, alpha=MOMENTUM))
         steps = orthogonalized(ahead.bfloat16() if ahead.is_cuda else ahead).to(ahead.dtype)
-        torch._foreach_add_(parameters, list(steps), alpha=-rate * 0.2 * max(parameters[0].shape) ** 0.5)
+        torch._foreach_sub_(parameters, list(steps * (rate * 0.2 * max(parameters[0].shape) ** 0.5)))
 
     def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         (first, second), rate = group["betas"], group["lr"]
@@ -73,10 +76,11 @@ class Muon(torch.optim.Optimizer):
             state, gradient = self.state[p], p.grad
             assert gradient is not None
             if not state:
-                state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                new = torch.zeros_like
+                state |= {"step": torch.zeros((), device=p.device), "exp_avg": new(p), "exp_avg_sq": new(p)}
             state["step"] += 1
-            taken = float(state["step"])
+            taken = state["step"].double()
             state["exp_avg"].lerp_(gradient, 1 - first)
             state["exp_avg_sq"].lerp_(gradient.square(), 1 - second)
             spread = (state["exp_avg_sq"] / (1 - second**taken)).sqrt_().add_(group["eps"])
-            p.addcdiv_(state["exp_avg"], spread, value=-rate / (1 - first**taken))
+            p.sub_(state["exp_avg"] / spread * (rate / (1 - first**taken)))

@@ -18,7 +18,9 @@ class OptimizerConfig:
 
     `method`: AdamW, or Muon for matrices and AdamW for the rest (see `training.muon`), at rates of the same size.
     `states`: AdamW's two moments in float32, or in blocks of 8 bits with a scale each (arXiv:2110.02861; needs
-    torchao): 2 bytes a parameter instead of 8. The parameters themselves are what the caller made them.
+    torchao): 2 bytes a parameter instead of 8. The parameters themselves are what the caller made them. `captured`:
+    on a GPU, steps are replayed as CUDA graphs (see `training.step`); on a CPU the same functions over the same fixed
+    shapes are called, so the numbers are the same and nothing is gained.
     """
 
     steps: int
@@ -32,12 +34,15 @@ class OptimizerConfig:
     states: Literal["float32", "8bit"] = "float32"
     checkpoint_every: int = 50
     validate_every: int = 0  # 0: only at the end
+    captured: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}; a training takes at least one")
         if self.method == "muon" and self.states == "8bit":
             raise ValueError('optimizer.states = "8bit" is for AdamW; leave it out with method = "muon"')
+        if self.captured and self.states == "8bit":
+            raise ValueError('optimizer.states = "8bit" is in no CUDA graph; set it to "float32", or captured to false')
 
     def rate(self, step: int) -> float:
         warm = max(1, round(self.warmup * self.steps))
@@ -66,21 +71,20 @@ def new_optimizer(
         for multiple in sorted(set(multiples.values()))
     ]
     how: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.states == "8bit":
+        optimizer: torch.optim.Optimizer = _torchao("torchao.optim").AdamW8bit(groups, **how)
+        return optimizer
+    for group in groups:  # a CUDA graph reads the rate of the moment where it stands
+        group["lr"] = torch.tensor(config.learning_rate, device=group["params"][0].device)
     if config.method == "muon":
         return Muon(groups, **how)
-    if config.states == "float32":
-        on_gpu = all(parameter.is_cuda for parameter in parameters.values())
-        return torch.optim.AdamW(groups, fused=on_gpu or None, **how)
-    optimizer: torch.optim.Optimizer = _torchao("torchao.optim").AdamW8bit(groups, **how)
-    return optimizer
+    on_gpu = all(parameter.is_cuda for parameter in parameters.values())
+    return torch.optim.AdamW(groups, fused=on_gpu or None, **how)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao compiles its step: a float would be compiled into it
-            group["lr"].fill_(rate * group["multiple"])
-        else:
-            group["lr"] = rate * group["multiple"]
+    for group in optimizer.param_groups:  # in place: a CUDA graph, or torchao's compiled step, keeps what it has seen
+        group["lr"].fill_(rate * group["multiple"])
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -106,7 +110,7 @@ def restore_state(
         for key, tensor in tensors.items():
             if key.startswith(f"{name}/"):
                 moment, _, part = key.removeprefix(f"{name}/").partition("/")
-                on_host = moment == "step" and not optimizer.defaults.get("fused")
+                on_host = moment == "step" and not (isinstance(optimizer, Muon) or optimizer.defaults.get("fused"))
                 parts.setdefault(moment, {})[part] = tensor if on_host else tensor.to(parameter.device)
         state[parameter] = {
             moment: found[""] if "" in found else _eight_bit(found, moment, parameter.dtype)
