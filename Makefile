@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 
 TRANSFORMERS := 5.17 5.18 5.19 5.20 5.21
 
-.PHONY: demo test lint interop interop-transformers llm-compressor clean
+.PHONY: demo test interpret lint interop interop-transformers llm-compressor clean
 
 # The whole pipeline on the embedded pocket model: from prompts to report.
 demo: $(VENV)/.installed
@@ -12,6 +12,14 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed lint
 	$(BIN)/pytest -n 2
+
+# A GPU's kernels without one: in Triton's interpreter against their references, and compiled for sm_80, sm_86 and sm_90.
+interpret: $(VENV)/.installed $(VENV)-interpret/.installed
+	TRITON_INTERPRET=1 $(VENV)-interpret/bin/python -m pytest -n 2 $(shell grep -l on_device -r tests --include='test_*.py')
+	$(VENV)-interpret/bin/python -m pytest -n 2 tests/ops/decode/test_compiles.py
+
+$(VENV)-interpret/.installed: $(VENV)/.installed scripts/interpreter_environment.sh
+	PYTHON=$(PYTHON) scripts/interpreter_environment.sh $(VENV)-interpret $(VENV)
 
 # vLLM, in an environment of its own, answers as Twofold does: exports of the pocket model, token for token.
 interop: $(VENV)/.installed $(VENV)-interop/.installed
