@@ -86,27 +86,45 @@ def loss_of(loss: dict[str, float]) -> str:
 
 
 def engine_rows(result: dict[str, Any]) -> str:
-    """The engine at a shape: the ledger at every setting, then single cycles."""
-    where = result["environment"]
+    """The engine at a shape: the ledger at every setting, then single cycles; of an incomplete result what it has."""
+    where, ledger, processes = result["environment"], result["ledger"], result.get("processes", [result])
+    several = len(processes) > 1
+
+    def process(figures: dict[str, Any]) -> str:
+        return f" {figures['process']} |" if several else ""
+
+    copies = " and ".join(f"{process['copy_gb_per_s']:,.0f}" for process in processes)
     lines = [
         f"`{result['command']}` on {result['date']}: {where['hardware']}, torch {where['torch']}, {result['kind']}, "
-        f"{result['runs']} runs, medians; a copy moves {result['copy_gb_per_s']:,.0f} GB/s.",
-        "",
-        "| prompt/new | | first token, ms | cycle, ms | per token, ms | total, ms | GB a cycle | of a copy | kernels |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"{result['runs']} runs, medians; a copy moves {copies} GB/s.",
     ]
-    for setting in result["total_ms"]:
-        for row in result["ledger"]:
-            x = row["settings"][setting]
+    if not result.get("complete", True):
+        lines += ["", "Not complete: what is not here was not measured."]
+    if several:
+        lines += ["", "Measured by several processes, one after another: only rows of the same one make a ratio."]
+    lines += [
+        "",
+        "| prompt/new | | first token, ms | cycle, ms | per token, ms | total, ms | GB a cycle | of a copy | kernels |"
+        + several * " process |",
+        "|---|---|---|---|---|---|---|---|---|" + several * "---|",
+    ]
+    for setting in dict.fromkeys(setting for row in ledger for setting in row["settings"]):
+        for row in ledger:
+            if (x := row["settings"].get(setting)) is None:
+                continue
             kernels = "" if x["kernels"] is None else x["kernels"]
             lines.append(
                 f"| {setting} | {row['name']} | {x['ttft_ms']:.1f} | {x['cycle_ms']:.2f} | {x['ms_per_token']:.2f} | "
-                f"{x['total_ms']:.0f} | {x['bytes'] / 1e9:.2f} | {x['share_of_copy']:.0%} | {kernels} |"
+                f"{x['total_ms']:.0f} | {x['bytes'] / 1e9:.2f} | {x['share_of_copy']:.0%} | {kernels} |{process(x)}"
             )
     if result["cycles"]:
-        lines += ["", "| cycle | batch | context | ms |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| cycle | batch | context | ms |" + several * " process |",
+            "|---|---|---|---|" + several * "---|",
+        ]
         for name, cycles in result["cycles"].items():
-            lines += [f"| {name} | {c['batch']} | {c['context']:,} | {c['cycle_ms']:.2f} |" for c in cycles]
+            lines += [f"| {name} | {c['batch']} | {c['context']:,} | {c['cycle_ms']:.2f} |{process(c)}" for c in cycles]
     return "\n".join(lines) + "\n"
 
 

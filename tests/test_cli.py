@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -80,6 +81,9 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["bench"], "give either the folder of a run or --shape NAME"),
         (["bench", ".", "--shape", "tiny"], "give either the folder of a run or --shape NAME"),
         (["bench", "--shape", "large"], "there is no shape 'large'; shapes are: qwen3.5-4b, tiny"),
+        (["bench", ".", "--rows", "BF16", "--seconds", "9"], "rows, seconds: for --shape NAME only; a run is measured"),
+        (["bench", "--shape", "tiny", "--rows", "BF16,INT4"], "the ledger has no row 'INT4' on this machine"),
+        (["bench", "--shape", "tiny", "--seconds", "9"], "can be gone on with: give --json FILE too"),
         (["bench", "--shape", "tiny", "--accept-length", "9"], "a block of 8 gains 1 to 8 tokens a cycle, not 9.0"),
         (["bench", "--shape", "tiny", "--settings", "1/4"], "a setting is PROMPT/NEW, both at least 2 tokens"),
         (["roofline", "--shape", "tiny", "--gpu", "b200"], "there is no data of a GPU 'b200'; GPUs are: a10g"),
@@ -167,6 +171,87 @@ def test_bench_of_a_shape_says_what_it_is(tmp_path: Path, capsys: pytest.Capture
     assert found["command"].startswith("twofold bench --shape tiny --settings 8/6")
     assert {"commit", "date", "environment", "bf16_ms_per_token", "int4_ms_per_token", "cycle_ms"} <= set(found)
     assert found["ttft_ms"].keys() == found["total_ms"].keys() == {"8/6"}
+
+
+BENCH = [
+    "bench",
+    "--shape",
+    "tiny",
+    "--settings",
+    "8/6,10/6",
+    "--runs",
+    "1",
+    "--warm-ups",
+    "0",
+    "--accept-length",
+    "2.5",
+]
+
+
+def test_an_interrupted_bench_goes_on_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from twofold.evaluation import engine
+
+    file, time_answers, found = tmp_path / "new" / "engine.json", engine.time_answers, []
+
+    def interrupted(*arguments: Any) -> Any:
+        if file.exists():
+            found.append(json.loads(file.read_text()))
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        return time_answers(*arguments)
+
+    command = [*BENCH, "--json", str(file)]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "time_answers", interrupted)
+        assert main(command) == 130
+    assert [sum(len(row["settings"]) for row in result["ledger"]) for result in found] == [1, 2, 3]
+    kept = json.loads(file.read_text())
+    assert kept == found[-1]
+    assert kept["complete"] is False
+    assert {"command", "commit", "date", "environment", "shape", "runs"} <= set(kept)
+    assert main([*command, "--seconds", "1e9"]) == 0  # its time is no part of what is measured
+    whole = json.loads(file.read_text())
+    assert whole["complete"] is True
+    assert len(whole["ledger"]) == 6
+    assert whole["ledger"][0] == kept["ledger"][0]
+    assert whole["command"].endswith("--seconds 1e9")
+    assert os.listdir(file.parent) == ["engine.json"]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "is complete; to measure again, delete it or give another" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == whole
+
+
+@pytest.mark.parametrize(
+    ("more", "content", "message"),
+    [
+        (["--runs", "2", "--no-overlap"], None, "was measured with other overlap, runs; give another --json FILE"),
+        (["--rows", "BF16"], None, "was measured with other rows; give another --json FILE"),
+        ([], {"code": "of yesterday"}, "was measured with other code; give another --json FILE"),
+        ([], {"environment": {"hardware": "another"}}, "was measured with other environment; give another --json FILE"),
+        ([], "[", "is no JSON; give another --json FILE, or delete it to begin anew"),
+        ([], "{}", "is no result of bench --shape that could be gone on with; give another --json FILE"),
+    ],
+)
+def test_bench_overwrites_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], content: Any, message: str
+) -> None:
+    file = tmp_path / "engine.json"
+    if isinstance(content, str):
+        file.write_text(content)
+    else:
+        assert main([*BENCH, "--json", str(file)]) == 0
+        whole = json.loads(file.read_text())
+        file.write_text(json.dumps(whole | {"complete": False} | (content or {})))
+    before = file.read_bytes()
+    capsys.readouterr()
+    assert main([*BENCH, *more, "--json", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"{file} {message}" in error
+    assert error.count("\n") == 1
+    assert file.read_bytes() == before
 
 
 def test_roofline_prints_the_paper_beside_an_a10g(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shlex
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,27 +124,31 @@ def _serve(options: argparse.Namespace) -> None:
 def _bench(options: argparse.Namespace) -> None:
     if (options.directory is None) == (options.shape is None):
         raise ValueError("give either the folder of a run or --shape NAME")
+    names = ("settings", "batches", "contexts", "warm_ups", "runs", "rows", "seconds")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.shape is not None:
-        _bench_shape(options)
+        _bench_shape(options, given)
         return
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: for --shape NAME only; a run is measured with the settings of its recipe"
+        )
     directory = _existing(options.directory)
     from twofold.pipeline.commands import bench
 
     _write_json(options.json, bench(directory))
 
 
-def _bench_shape(options: argparse.Namespace) -> None:
-    from twofold.evaluation.engine import EngineBench
+def _bench_shape(options: argparse.Namespace, given: dict[str, Any]) -> None:
+    deadline = time.monotonic() + given.pop("seconds", math.inf)
+    if options.seconds is not None and options.json is None:
+        raise ValueError("--seconds stops a measurement that can be gone on with: give --json FILE too")
+    from twofold.evaluation.engine_result import EngineBench
     from twofold.pipeline.commands import bench_shape
 
-    given = {
-        name: getattr(options, name)
-        for name in ("settings", "batches", "contexts", "warm_ups", "runs")
-        if getattr(options, name) is not None
-    }
     config = EngineBench(accept_length=options.accept_length, **given)
-    command = " ".join(["twofold", *options.arguments])
-    _write_json(options.json, bench_shape(options.shape, config, command, overlap=not options.no_overlap))
+    command = shlex.join(["twofold", *options.arguments])
+    bench_shape(options.shape, config, command, overlap=not options.no_overlap, file=options.json, deadline=deadline)
 
 
 def _roofline(options: argparse.Namespace) -> None:
@@ -204,6 +211,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,2,4")
     return tuple(map(int, parts))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _settings(text: str) -> tuple[tuple[int, int], ...]:
@@ -277,9 +288,11 @@ def _parser() -> argparse.ArgumentParser:
         _bench,
         "measure the speed of a finished model",
         "Times plain and speculative decoding on this machine: of a finished run, or of the engine at a model's shape\n"
-        "with random weights and forced acceptance.\n\n"
+        "with random weights and forced acceptance. At a shape, FILE is written after every piece, and the same\n"
+        "command goes on with one that is not complete.\n\n"
         "  twofold bench runs/pocket --json speed.json\n"
-        "  twofold bench --shape qwen3.5-4b --accept-length 5.03 --json engine.json\n",
+        "  twofold bench --shape qwen3.5-4b --accept-length 5.03 --json engine.json\n"
+        '  twofold bench --shape qwen3.5-4b --rows "BF16,+ INT4 head" --runs 5\n',
     )
     bench.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="folder of a run, such as runs/pocket")
     bench.add_argument("--shape", metavar="NAME", help="qwen3.5-4b, or tiny")
@@ -291,6 +304,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--context", dest="contexts", type=_numbers, metavar="C,...", help="also single cycles at these")
     bench.add_argument("--warm-ups", type=int, metavar="N", help="runs that do not count (default: 5)")
     bench.add_argument("--runs", type=int, metavar="N", help="runs that the medians are of (default: 50)")
+    bench.add_argument("--rows", type=_names, metavar="NAME,...", help='of the ledger, such as "BF16,+ INT4 head"')
+    bench.add_argument("--seconds", type=float, metavar="S", help="stop before; the same command goes on with FILE")
     bench.add_argument("--no-overlap", action="store_true", help="kernels wait for the last to end, also on sm_90")
     json_file(bench)
     roofline = add(

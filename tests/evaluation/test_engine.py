@@ -1,23 +1,19 @@
 """The engine's benchmark: acceptance drawn around a mean, and figures that hang together."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from twofold.decoding.graphs import CapturedCycle
-from twofold.evaluation.engine import (
-    LABEL,
-    EngineBench,
-    ForcedAcceptance,
-    accepted_counts,
-    measure_engine,
-    setting_name,
-    time_answers,
-)
-from twofold.evaluation.roofline import variants
+from twofold.evaluation import engine
+from twofold.evaluation.engine import ForcedAcceptance, accepted_counts, measure_engine, time_answers
+from twofold.evaluation.engine_result import LABEL, EngineBench, Result, pieces, setting_name
+from twofold.evaluation.roofline import ROWS, row_names, variants
 from twofold.models.shapes import find_shape
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
@@ -77,6 +73,8 @@ def test_the_whole_of_it_on_a_tiny_shape() -> None:
     assert LABEL in lines[0]
     names = ["BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head"]
     assert [row["name"] for row in found["ledger"]] == names
+    assert found["complete"] is True
+    assert {figures["process"] for row in found["ledger"] for figures in row["settings"].values()} == {1}
     assert found["kind"] == LABEL
     assert found["setting"] == "12/6"
     assert found["bf16_ms_per_token"] == found["ledger"][0]["settings"]["12/6"]["ms_per_token"]
@@ -87,6 +85,118 @@ def test_the_whole_of_it_on_a_tiny_shape() -> None:
     assert read[5] < read[4] <= read[3] < read[2]
     places = [(cycle["batch"], cycle["context"]) for cycle in found["cycles"]["speculative"]]
     assert places == [(1, 30), (1, 2048), (2, 2048)]
+
+
+SMALL = EngineBench(accept_length=3.0, settings=((8, 10), (12, 6)), batches=(1, 2), warm_ups=0, runs=1)
+PIECES = 6 * 2 + 3 * 2  # rows and settings; three rows and batches
+
+
+def measure(config: EngineBench = SMALL, **more: Any) -> Result:
+    say = more.pop("say", lambda _: None)
+    return measure_engine(TINY, config, Kernels.cpu(), CPU, torch.float32, say, **more)
+
+
+def steady(result: Result) -> Any:
+    """What does not depend on the machine's speed."""
+    ledger = [
+        (row["name"], [(name, x["accept_length"], x["bytes"]) for name, x in row["settings"].items()])
+        for row in result["ledger"]
+    ]
+    cycles = {name: [(c["batch"], c["context"], c["bytes"]) for c in found] for name, found in result["cycles"].items()}
+    return ledger, cycles, result["complete"], list(result["total_ms"])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Result:
+    return measure()
+
+
+@pytest.mark.parametrize("kept", [1, 2, 7, PIECES - 1])
+def test_what_a_killed_process_kept_is_gone_on_with(
+    kept: int, uninterrupted: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[str] = []
+    left = itertools.count(kept, -1)
+
+    def mortal(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            if next(left) == 0:
+                raise RuntimeError("out of memory")
+            return function(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "time_answers", mortal(time_answers))
+        patch.setattr(engine, "time_cycles", mortal(engine.time_cycles))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            measure(keep=lambda result: states.append(json.dumps(result)))
+    assert len(states) == kept
+    earlier = json.loads(states[-1])
+    assert earlier["complete"] is False
+    found = measure(keep=lambda result: states.append(json.dumps(result)), earlier=earlier)
+    assert len(states) == PIECES
+    assert [json.loads(state)["complete"] for state in states] == [False] * (PIECES - 1) + [True]
+    assert steady(found) == steady(uninterrupted)
+    figures = [x for row in found["ledger"] for x in row["settings"].values()]
+    figures += [x for cycles in found["cycles"].values() for x in cycles]
+    assert sorted(x["process"] for x in figures) == [1] * kept + [2] * (PIECES - kept)
+    assert len(found["processes"]) == 2
+    assert found["ledger"][0]["settings"]["8/10"] == earlier["ledger"][0]["settings"]["8/10"]  # not measured again
+
+
+def test_no_piece_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    lasting = iter([3.0, 10.0, 4.0, 4.0, 4.0])
+
+    def timed(*_: Any) -> dict[str, Any]:
+        nonlocal now
+        now += next(lasting)
+        return dict.fromkeys(("ttft_ms", "cycle_ms", "ms_per_token", "total_ms", "bytes", "share_of_copy"), 1.0) | {
+            "kernels": None
+        }
+
+    monkeypatch.setattr(engine, "measure_answers", timed)
+    config = EngineBench(accept_length=3.0, settings=((8, 10), (12, 6), (20, 6)))
+    lines: list[str] = []
+    # ends at 103, 113, 117, 121; then 10 more, as long as the second took, would be 131
+    found = measure(config, deadline=130.5, clock=lambda: now, say=lines.append)
+    assert [list(row["settings"]) for row in found["ledger"]] == [["8/10", "12/6", "20/6"], ["8/10"]]
+    assert found["complete"] is False
+    assert "14 of 18 pieces are missing, the longest took 10 s; the same command goes on" in lines[-1]
+    # a later process knows how long they took, and begins none either
+    again = measure(config, earlier=found, deadline=now + 9.9, clock=lambda: now, say=lines.append)
+    assert again["ledger"] == found["ledger"]
+    again = measure(config, earlier=found, deadline=now + 10.1, clock=lambda: now, say=lines.append)
+    assert [list(row["settings"]) for row in again["ledger"]] == [["8/10", "12/6", "20/6"], ["8/10", "12/6"]]
+    assert [x["process"] for x in again["ledger"][1]["settings"].values()] == [1, 2]
+
+
+def test_some_rows_alone() -> None:
+    config = EngineBench(accept_length=3.0, settings=((8, 6),), warm_ups=0, runs=1, rows=("+ INT4 head", "BF16"))
+    found = measure(config)
+    assert [row["name"] for row in found["ledger"]] == ["BF16", "+ INT4 head"]
+    assert found["complete"] is True
+    assert "int4_ms_per_token" not in found
+    assert found["cycle_ms"] == found["ledger"][1]["cycle_ms"]
+    with pytest.raises(ValueError, match="no row 'INT4' on this machine; its rows are: BF16, INT4 target, "):
+        measure(EngineBench(accept_length=3.0, rows=("INT4",)))
+
+
+def test_rows_have_the_names_of_the_variants() -> None:
+    kernels = Kernels.cpu()
+    assert tuple(name for name, *_ in variants(TINY, kernels, CPU, torch.float32)) == row_names(kernels, CPU)
+    assert row_names(kernels, CPU) == ROWS[:-1]  # the last needs a GPU
+
+
+def test_a_piece_is_measured_once() -> None:
+    config = EngineBench(accept_length=3.0, settings=((8, 6), (8, 6)), contexts=(2048,))
+    found = pieces(config, ("BF16", "+ SWA"))
+    assert [(piece.row, piece.part, piece.at) for piece in found] == [
+        ("BF16", "settings", (8, 6)),
+        ("BF16", "cycles", (1, 2048)),
+        ("+ SWA", "settings", (8, 6)),
+    ]
 
 
 def test_settings_have_names() -> None:
@@ -102,17 +212,44 @@ def test_settings_have_names() -> None:
         EngineBench(accept_length=2.0, runs=0)
 
 
-def test_the_result_has_what_its_table_shows() -> None:
-    """scripts/tables.py draws a result as `bench --shape` writes it."""
+def table(result: Result) -> list[str]:
+    """As scripts/tables.py draws it, of a result as `bench --shape` writes it."""
     path = Path(__file__).parents[2] / "scripts" / "tables.py"
     spec = importlib.util.spec_from_file_location("tables", path)
     assert spec is not None
     assert spec.loader is not None
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
-    config = EngineBench(accept_length=3.0, settings=((8, 6),), batches=(2,), warm_ups=0, runs=1)
-    found = measure_engine(TINY, config, Kernels.cpu(), CPU, torch.float32, lambda _: None)
-    made = {"command": "twofold bench", "date": "", "environment": {"hardware": "", "torch": ""}, **found}
-    drawn = tables.tables("engine_4b", made).splitlines()
-    assert sum(line.startswith("| 8/6 | ") for line in drawn) == 6
+    written = {
+        "command": "twofold bench",
+        "date": "",
+        "environment": {"hardware": "", "torch": ""},
+        "runs": 1,
+        **result,
+    }
+    drawn: list[str] = tables.tables("engine_4b", written).splitlines()
+    return drawn
+
+
+def test_the_result_has_what_its_table_shows(uninterrupted: Result) -> None:
+    drawn = table(uninterrupted)
+    assert sum(line.startswith("| 8/10 | ") for line in drawn) == 6
     assert sum("| 2 | 2,048 |" in line for line in drawn) == 3
+    assert not any("complete" in line or "process" in line for line in drawn)
+    assert {line.count("|") for line in drawn if line.startswith("| 8/10 | ")} == {10}
+
+
+def test_a_table_says_what_is_missing_and_what_makes_no_ratio() -> None:
+    states: list[Result] = []
+    config = EngineBench(accept_length=3.0, settings=((8, 6), (10, 6)), warm_ups=0, runs=1, rows=("BF16", "+ SWA"))
+    measure(config, keep=lambda result: states.append(json.loads(json.dumps(result))))
+    drawn = table(states[2])  # the last row lacks a setting
+    assert sum(line.startswith("| 8/6 | ") for line in drawn) == 2
+    assert sum(line.startswith("| 10/6 | ") for line in drawn) == 1
+    assert "Not complete: what is not here was not measured." in drawn
+    drawn = table(measure(config, earlier=states[0]))
+    assert not any("Not complete" in line for line in drawn)
+    assert any("only rows of the same one make a ratio" in line for line in drawn)
+    processes = [line.split("|")[-2].strip() for line in drawn if line.startswith(("| 8/6", "| 10/6"))]
+    assert processes == ["1", "2", "2", "2"]
+    assert len({line.count("|") for line in drawn if line.startswith("|")}) == 1

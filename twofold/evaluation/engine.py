@@ -4,47 +4,38 @@ What is measured is the engine, not a model: weights are random, so no draft wou
 in each cycle is drawn beforehand around a given mean. Everything else is done as it is with a real model.
 """
 
+import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from datetime import UTC, datetime
 
 import torch
 from torch import Tensor
 
 from twofold.decoding.graphs import CapturedCycle
 from twofold.decoding.step import Accept, agreed
-from twofold.evaluation.roofline import cycle_work, variants
+from twofold.evaluation.engine_result import (
+    LABEL,
+    EngineBench,
+    Figures,
+    Piece,
+    Result,
+    add,
+    find,
+    headline,
+    pieces,
+)
+from twofold.evaluation.roofline import cycle_work, row_names, variants
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.models.shapes import Shape
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
 
-LABEL = "random weights, forced acceptance"
-LOSSLESS = "+ INT4 head"  # the last row whose answers are the INT4 target's; its figures are the result's
-CONTEXT = 2048  # of the cycles at several batch sizes
 CYCLES = 8  # timed together
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineBench:
-    """Settings are (prompt tokens, new tokens), one sequence; `contexts` and `batches` are for single cycles."""
-
-    accept_length: float
-    settings: tuple[tuple[int, int], ...] = ((64, 128), (2048, 256), (8192, 256))
-    batches: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = ()
-    warm_ups: int = 5
-    runs: int = 50
-
-    def __post_init__(self) -> None:
-        if not self.settings or min(min(pair) for pair in self.settings) < 2:
-            raise ValueError("a setting is PROMPT/NEW, both at least 2 tokens")
-        if min((*self.batches, *self.contexts, self.runs)) < 1 or self.warm_ups < 0:
-            raise ValueError("batches, contexts and runs are at least 1")
 
 
 def accepted_counts(accept_length: float, block_size: int, cycles: int, seed: int = 0) -> Tensor:
@@ -181,6 +172,50 @@ def time_cycles(captured: CapturedCycle, context: int, warm_ups: int, runs: int)
     return 1e3 * statistics.median(times)
 
 
+def measure_answers(
+    target: CausalLM,
+    drafter: Drafter | None,
+    accept: Accept,
+    setting: tuple[int, int],
+    config: EngineBench,
+    bandwidth: float,
+) -> Figures:
+    """A row of the ledger at a setting: a `Timing`, the bytes that a cycle in the middle of the answer moves, their
+    rate over a copy's, and the kernels of a cycle."""
+    prompt, new_tokens = setting
+    captured = CapturedCycle(target, drafter, prompt + new_tokens, Sampling(), accept=accept)
+    timing = time_answers(captured, prompt, new_tokens, config.warm_ups, config.runs)
+    moved = cycle_work(target, drafter, prompt + new_tokens // 2).num_bytes
+    share = moved / (1e-3 * timing.cycle_ms) / bandwidth
+    return {**vars(timing), "bytes": int(moved), "share_of_copy": share, "kernels": count_kernels(captured)}
+
+
+def measure_cycle(
+    target: CausalLM, drafter: Drafter | None, accept: Accept, place: tuple[int, int], config: EngineBench
+) -> Figures:
+    """A single cycle of `batch` sequences after `context` positions."""
+    batch, context = place
+    size = 1 if drafter is None else drafter.config.block_size
+    captured = CapturedCycle(
+        target, drafter, context + (CYCLES + 1) * size, Sampling(), batch_size=batch, accept=accept
+    )
+    milliseconds = time_cycles(captured, context, config.warm_ups, config.runs)
+    moved = cycle_work(target, drafter, context, batch).num_bytes
+    return {"batch": batch, "context": context, "cycle_ms": milliseconds, "bytes": int(moved)}
+
+
+def described(piece: Piece, x: Figures) -> str:
+    if piece.part == "cycles":
+        return f"{piece.row:<16}batch {x['batch']}, context {x['context']:>6}: {x['cycle_ms']:.3f} ms/cycle"
+    prompt, new_tokens = piece.at
+    kernels = "" if x["kernels"] is None else f" {x['kernels']} kernels"
+    return (
+        f"{piece.row:<15}{prompt:>6}/{new_tokens:<5}{x['ttft_ms']:>8.2f} ms first "
+        f"{x['cycle_ms']:>8.3f} ms/cycle {x['ms_per_token']:>8.3f} ms/token "
+        f"{x['total_ms']:>9.1f} ms total {x['bytes'] / 1e9:>6.2f} GB {x['share_of_copy']:>5.0%} of copy{kernels}"
+    )
+
+
 def measure_engine(
     shape: Shape,
     config: EngineBench,
@@ -188,85 +223,53 @@ def measure_engine(
     device: torch.device,
     dtype: torch.dtype,
     say: Callable[[str], None],
-) -> dict[str, Any]:
-    """The ledger and, of three rows, the contexts and batches; figures as JSON has them."""
+    *,
+    keep: Callable[[Result], None] = lambda _: None,
+    earlier: Result | None = None,
+    deadline: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> Result:
+    """The ledger and, of three rows, the contexts and batches, as `engine_result` describes it.
+
+    After every piece `keep` gets the result so far, which can be gone on with as `earlier`, by another process. A piece
+    that would end after `deadline` (seconds of `clock`), if it took as long as the longest before it, is not begun: the
+    result then stays incomplete.
+    """
     counts = accepted_counts(config.accept_length, shape.drafter.block_size, 4096)
+    wanted = pieces(config, row_names(kernels, device))
+    result: Result = {"kind": LABEL, "complete": False, "setting": config.setting}
+    begun = earlier or {"processes": [], "ledger": [], "cycles": {}}
+    result |= {key: copy.deepcopy(begun[key]) for key in ("processes", "ledger", "cycles")}
+    missing = [piece for piece in wanted if find(result, piece) is None]
+    longest = max((x["seconds"] for piece in wanted if (x := find(result, piece)) is not None), default=0.0)
     bandwidth = copy_bandwidth(device, 1024 if device.type == "cuda" else 64)
-    middle = setting_name(sorted(config.settings)[len(config.settings) // 2])
+    result["processes"].append({"date": datetime.now(UTC).date().isoformat(), "copy_gb_per_s": bandwidth / 1e9})
     say(f"{LABEL}: mean accept length {1 + counts.double().mean():.3f}; a copy moves {bandwidth / 1e9:.0f} GB/s")
-    ledger: list[dict[str, Any]] = []
-    others: dict[str, Any] = {}
-    for name, target, drafter in variants(shape, kernels, device, dtype):
+    models, row = variants(shape, kernels, device, dtype), ""
+    for number, piece in enumerate(missing):
+        began = clock()
+        if began + longest > deadline:
+            left = f"{len(missing) - number} of {len(wanted)} pieces are missing, the longest took {longest:.0f} s"
+            say(f"stopped before the time was up: {left}; the same command goes on")
+            break
+        while row != piece.row:
+            row, target, drafter = next(models)
         _freeze(target, drafter)
-
         accept: Accept = agreed if drafter is None else ForcedAcceptance(counts, device)
-        captured = partial(CapturedCycle, target, drafter, sampling=Sampling(), accept=accept)
-        row: dict[str, Any] = {"name": name, "settings": {}}
-        for prompt, new_tokens in config.settings:
-            cycle = captured(prompt + new_tokens)
-            timing = time_answers(cycle, prompt, new_tokens, config.warm_ups, config.runs)
-            moved = cycle_work(target, drafter, prompt + new_tokens // 2).num_bytes
-            share = moved / (1e-3 * timing.cycle_ms) / bandwidth
-            figures = {**vars(timing), "bytes": int(moved), "share_of_copy": share, "kernels": count_kernels(cycle)}
-            row["settings"][setting_name((prompt, new_tokens))] = figures
-            kernels_seen = "" if figures["kernels"] is None else f" {figures['kernels']} kernels"
-            say(
-                f"{name:<15}{prompt:>6}/{new_tokens:<5}{timing.ttft_ms:>8.2f} ms first "
-                f"{timing.cycle_ms:>8.3f} ms/cycle {timing.ms_per_token:>8.3f} ms/token "
-                f"{timing.total_ms:>9.1f} ms total {moved / 1e9:>6.2f} GB {share:>5.0%} of copy{kernels_seen}"
-            )
-            del cycle
-        ledger.append({**row, **row["settings"][middle]})
-        key = {"BF16": "bf16", "INT4 target": "int4", LOSSLESS: "speculative"}.get(name)
-        if key is not None and (config.contexts or config.batches != (1,)):
-            others[key] = _single_cycles(captured, target, drafter, config, key, say)
-    named = {row["name"]: row for row in ledger}
-    plain, int4, last = ledger[0], ledger[1], named[LOSSLESS]
-    return {
-        "kind": LABEL,
-        "accept_length": config.accept_length,
-        "runs": config.runs,
-        "warm_ups": config.warm_ups,
-        "copy_gb_per_s": bandwidth / 1e9,
-        "setting": middle,
-        "bf16_ms_per_token": plain["ms_per_token"],
-        "int4_ms_per_token": int4["ms_per_token"],
-        "cycle_ms": last["cycle_ms"],
-        "ttft_ms": {name: figures["ttft_ms"] for name, figures in last["settings"].items()},
-        "total_ms": {name: figures["total_ms"] for name, figures in last["settings"].items()},
-        "ledger": ledger,
-        "cycles": others,
-    }
-
-
-def _single_cycles(
-    captured: Callable[..., CapturedCycle],
-    target: CausalLM,
-    drafter: Drafter | None,
-    config: EngineBench,
-    name: str,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """One cycle at every context with one sequence, and at every batch with `CONTEXT` positions."""
-    found = []
-    size = 1 if drafter is None else drafter.config.block_size
-    places = [(1, context) for context in config.contexts] + [(batch, CONTEXT) for batch in config.batches]
-    for batch, context in places:
-        cycle = captured(context + (CYCLES + 1) * size, batch_size=batch)
-        milliseconds = time_cycles(cycle, context, config.warm_ups, config.runs)
-        work = cycle_work(target, drafter, context, batch)
-        found.append({"batch": batch, "context": context, "cycle_ms": milliseconds, "bytes": int(work.num_bytes)})
-        say(f"{name:<16}batch {batch}, context {context:>6}: {milliseconds:.3f} ms/cycle")
-        del cycle
-    return found
+        if piece.part == "settings":
+            figures = measure_answers(target, drafter, accept, piece.at, config, bandwidth)
+        else:
+            figures = measure_cycle(target, drafter, accept, piece.at, config)
+        seconds = clock() - began
+        longest = max(longest, seconds)
+        add(result, piece, {**figures, "process": len(result["processes"]), "seconds": seconds})
+        result |= {**headline(result), "complete": piece is missing[-1]}
+        keep(result)
+        say(described(piece, figures))
+    return result
 
 
 def _freeze(target: CausalLM, drafter: Drafter | None) -> None:
     for model in (target, drafter):
         if model is not None and model.norm.frozen is None:
             model.freeze()
-
-
-def setting_name(setting: tuple[int, int]) -> str:
-    prompt, new_tokens = setting
-    return {(64, 128): "short", (2048, 256): "medium", (8192, 256): "long"}.get(setting, f"{prompt}/{new_tokens}")

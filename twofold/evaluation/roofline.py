@@ -86,6 +86,8 @@ GPUS = {
     ),
 }
 
+ROWS = ("BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head", "+ W4A8 prefill")
+
 # Assumptions, beside the data sheet's peaks: what is left of them, and what a kernel in a captured graph costs.
 BANDWIDTH_SHARE = 4.2 / 4.8  # a copy on an H200, measured
 PREFILL_SHARE = 0.6  # of the bfloat16 peak, large products and the attention between them
@@ -216,6 +218,11 @@ class Prediction:
     ms_per_token: float
     ttft_ms: float
     total_ms: float
+
+
+def row_names(kernels: Kernels, device: torch.device) -> tuple[str, ...]:
+    """Of the ledger's steps on a device: GPUs without 8-bit floats lack the last."""
+    return ROWS if device.type == "cuda" and kernels.with_fp8_prefill(device) is not None else ROWS[:-1]
 
 
 def variants(

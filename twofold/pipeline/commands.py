@@ -1,6 +1,8 @@
 """What the commands do with a finished run."""
 
+import hashlib
 import json
+import math
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -11,7 +13,8 @@ import torch
 
 from twofold.decoding.engine import Engine
 from twofold.evaluation.acceptance import EvaluateConfig
-from twofold.evaluation.engine import EngineBench, measure_engine
+from twofold.evaluation.engine import measure_engine
+from twofold.evaluation.engine_result import EngineBench
 from twofold.evaluation.latency import BenchConfig
 from twofold.evaluation.roofline import PAPER_A10G, against, find_gpu, predict
 from twofold.export.card import Card
@@ -23,7 +26,7 @@ from twofold.ops.kernels import Kernels
 from twofold.pipeline import measure_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
-from twofold.pipeline.digest import Json
+from twofold.pipeline.digest import Json, file_digest, plain, write_atomically
 from twofold.pipeline.models import decode_precision, load_draft, load_frozen
 from twofold.pipeline.progress import Progress
 from twofold.pipeline.recipe import load_config
@@ -87,26 +90,69 @@ def bench(directory: Path) -> Json:
     return measured
 
 
-def bench_shape(shape: str, config: EngineBench, command: str, *, overlap: bool = True) -> Json:
-    """Measures the engine at a shape on this machine's GPU (a tiny one also without), prints and returns it."""
+def bench_shape(
+    shape: str,
+    config: EngineBench,
+    command: str,
+    *,
+    overlap: bool = True,
+    file: Path | None = None,
+    deadline: float = math.inf,
+) -> None:
+    """Measures the engine at a shape on this machine's GPU (a tiny one also without), prints it and writes it to `file`
+    after every piece. What `file` already has of the same measurement by the same code is gone on with.
+
+    ValueError where it has another; it is left as it is.
+    """
     found = find_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and shape != "tiny":
         raise ValueError(f"--shape {shape} needs a GPU; without one, --shape tiny shows the same path")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    measured = measure_engine(found, config, Kernels.auto(device, overlap=overlap), device, dtype, print)
     where = measure_stages.environment() | {"precision": str(dtype).removeprefix("torch.")}
     if device.type == "cuda":
         where |= {"cuda": str(torch.version.cuda), "driver": _driver()}
-    return {
-        "command": command,
-        "commit": _commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "environment": where,
-        "shape": shape,
-        "overlap": overlap,
-        **measured,
-    }
+    same = {"code": _code(), "environment": where, "shape": shape, "overlap": overlap, **plain(config)}
+    earlier = None if file is None else _earlier(file, same)
+    if earlier is not None and earlier["complete"]:
+        print(f"{file} is complete; to measure again, delete it or give another --json FILE")
+        return
+
+    def keep(result: Json) -> None:
+        if file is not None:
+            date = datetime.now(UTC).date().isoformat()
+            whole = {"command": command, "commit": _commit(), "date": date, **same, **result}
+            write_atomically(file, json.dumps(whole, indent=2) + "\n")
+
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    kernels = Kernels.auto(device, overlap=overlap)
+    measure_engine(found, config, kernels, device, dtype, print, keep=keep, earlier=earlier, deadline=deadline)
+
+
+def _earlier(file: Path, same: dict[str, Json]) -> dict[str, Json] | None:
+    """The result in `file`, None where there is no file. ValueError unless it agrees with `same`."""
+    if not file.exists():
+        return None
+    remedy = "give another --json FILE, or delete it to begin anew"
+    try:
+        result = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON; {remedy}") from error
+    if not isinstance(result, dict) or "processes" not in result:
+        raise ValueError(f"{file} is no result of bench --shape that could be gone on with; {remedy}")
+    other = [key for key, value in same.items() if result.get(key) != value]
+    if other:
+        raise ValueError(f"{file} was measured with other {', '.join(other)}; {remedy}")
+    return result
+
+
+def _code() -> str:
+    """Names the sources of this package by their content, which a commit does not where they were changed since."""
+    package = Path(__file__).parents[1]
+    sources = sorted(path for pattern in ("*.py", "*.cu") for path in package.rglob(pattern))
+    content = [[path.relative_to(package).as_posix(), file_digest(path)] for path in sources]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def roofline(shape: str, gpu: str, accept_length: float, measured: Path | None = None) -> Json:
