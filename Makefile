@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 
 TRANSFORMERS := 5.17 5.18 5.19 5.20 5.21
 
-.PHONY: demo test interpret lint interop interop-transformers llm-compressor clean
+.PHONY: demo test gpu-test gpu-bench interpret lint interop interop-transformers llm-compressor clean
 
 # The whole pipeline on the embedded pocket model: from prompts to report.
 demo: $(VENV)/.installed
@@ -13,9 +13,18 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	$(BIN)/pytest -n 2
 
+# Tests that need a GPU, in the environment of $(PYTHON), which has a torch for it, pytest, and twofold[gpu]'s needs.
+KERNEL_TESTS = $(shell grep -lE 'mark\.(gpu|triton)' -r tests --include='test_*.py')
+gpu-test:
+	$(PYTHON) -m pytest -m "gpu or triton" $(KERNEL_TESTS)
+
+# The engine at Qwen3.5-4B's shape; the same command goes on where it was stopped.
+gpu-bench:
+	$(PYTHON) -m twofold.cli bench --shape qwen3.5-4b --accept-length 5.03 --json build/engine_4b.json
+
 # A GPU's kernels without one: in Triton's interpreter against their references, and compiled for sm_80, sm_86 and sm_90.
 interpret: $(VENV)/.installed $(VENV)-interpret/.installed
-	TRITON_INTERPRET=1 $(VENV)-interpret/bin/python -m pytest -n 2 $(shell grep -l on_device -r tests --include='test_*.py')
+	TRITON_INTERPRET=1 $(VENV)-interpret/bin/python -m pytest -n 2 -m triton $(KERNEL_TESTS)
 	$(VENV)-interpret/bin/python -m pytest -n 2 tests/ops/decode/test_compiles.py
 
 $(VENV)-interpret/.installed: $(VENV)/.installed scripts/interpreter_environment.sh

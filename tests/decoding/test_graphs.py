@@ -28,7 +28,7 @@ from twofold.models.markov_head import MarkovHead
 from twofold.models.state import DeltaState, KeyValueCache
 from twofold.ops.sampling import Sampling
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
 
 

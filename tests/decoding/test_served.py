@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import pocket
-from tests.ops.decode.on_device import DEVICE, needs_triton
+from tests.ops.decode.on_device import DEVICE
 from twofold.decoding.graphs import CapturedCycle
 from twofold.decoding.step import Cycle, Rows, decode, decode_cycle, new_rows, prefill
 from twofold.evaluation.roofline import variants
@@ -26,7 +26,6 @@ from twofold.ops.sampling import Sampling
 
 TINY = find_shape("tiny")
 BLOCK = TINY.drafter.block_size
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def with_dense_products() -> Kernels:
@@ -92,7 +91,7 @@ def given(accepted: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return accepted
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("length", [3, 16, 40, 70])
 def test_passes_and_commits_are_those_of_the_references(length: int) -> None:
     """Prefill, then cycles whose rows accept numbers of their own; float32, so up to the order of sums."""
@@ -114,7 +113,7 @@ def test_passes_and_commits_are_those_of_the_references(length: int) -> None:
             torch.testing.assert_close(*scores, rtol=5e-3, atol=5e-3)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("step", ["BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["all", "overlapping"])
@@ -138,7 +137,7 @@ def test_a_captured_cycle_is_the_eager_one(step: str, sampling: Sampling, kind: 
             assert got == [tokens[:gained]]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("step", ["BF16", "INT4 target", "+ INT4 head"])
 def test_packed_products_are_as_near_as_dense_ones(step: str) -> None:
     """Hidden states of whole passes against float32: bfloat16 costs 3 to 15 % with these weights on any path, and
@@ -154,7 +153,7 @@ def test_packed_products_are_as_near_as_dense_ones(step: str) -> None:
         assert (ours.top1(a.bfloat16()) == ours.logits(a.bfloat16()).argmax(dim=-1)).float().mean() > 0.97
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_memory_is_flat_over_ten_thousand_cycles() -> None:
     target, drafter = pair("all", torch.bfloat16)
     none = torch.zeros(1, dtype=torch.long, device=DEVICE)

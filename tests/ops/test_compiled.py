@@ -11,7 +11,7 @@ from twofold.ops import compiled, norms
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")),
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.decode.on_device import DEVICE, DTYPES, INTERPRETED, needs_triton
+from tests.ops.decode.on_device import DEVICE, DTYPES, INTERPRETED
 from twofold.ops import delta_window
 from twofold.ops.gated_delta import gated_delta_recurrent
 
@@ -53,7 +53,7 @@ def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < (1e-4 if dtype == torch.float32 else 0.01), float(error)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "shape"), [(1, SHAPES[0]), (31, SHAPES[1]), (64, SHAPES[2]), (65, SHAPES[1]), (150, SHAPES[0])]
@@ -72,7 +72,7 @@ def test_a_pass_is_the_recurrence(tokens: int, shape: tuple[int, int, int, int],
         assert torch.equal(t, was)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_a_long_pass_is_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose convolution takes several steps in a program."""
     from twofold.ops import delta_chunks_triton
@@ -86,7 +86,7 @@ def test_a_long_pass_is_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(conv.cpu().double(), last)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("n", [0, 1, 2, 32, 36])
 def test_what_is_not_kept_was_never_there(n: int) -> None:
     """Each row keeps tokens of its own; what comes behind them may be anything."""
@@ -105,7 +105,7 @@ def test_what_is_not_kept_was_never_there(n: int) -> None:
         assert torch.equal(conv[row].cpu().double(), last[row])
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_keys_without_decay(dtype: torch.dtype) -> None:
     """The hardest system: all below the diagonal near 1."""

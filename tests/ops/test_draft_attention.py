@@ -89,7 +89,7 @@ def test_flex_attention_is_attention_under_the_mask(
     torch.testing.assert_close(Kernels.reference().draft_attention(q, k, v, fresh), draft_attention(q, k, v, made))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled on a GPU only")
+@pytest.mark.gpu  # compiled nowhere else
 @pytest.mark.parametrize("window", [None, 40])
 def test_compiled_it_is_the_same_with_its_gradients(window: int | None) -> None:
     made = mask(window, 16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.decode.on_device import DEVICE, INTERPRETED, needs_triton
+from tests.ops.decode.on_device import DEVICE, INTERPRETED
 from twofold.ops import fp8
 from twofold.ops.kernels import Kernels
 from twofold.ops.linear import Norm, dense_linear
@@ -61,7 +61,7 @@ def test_a_set_of_kernels_multiplies_so_on_request() -> None:
     assert torch.equal(kernels.freeze_linear(weight, False)(x), fp8.fp8_linear(weight)(x))
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("width", [64, 96, 2560])
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_kernel_is_the_reference(width: int, normed: bool) -> None:

@@ -8,7 +8,7 @@ from twofold.ops import packed, packed_cuda, rounding
 from twofold.ops.documents import Documents
 from twofold.ops.gated_delta import commit_delta, gated_delta, gated_delta_recurrent
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.gpu
 
 IDS = torch.tensor([[1] * 10 + [2] + [3] * 70 + [4] * 119, [1] * 150 + [2] * 50])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twofold.training.divergence import Divergence, linear_cross_entropy, linear_divergence
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.gpu
 
 
 def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int) -> None:

@@ -25,7 +25,7 @@ from twofold.training.losses import DraftLoss
 from twofold.training.optimizer import OptimizerConfig
 from twofold.training.step import WARM_UPS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.gpu
 
 STEPS = WARM_UPS + 4
 Moved = dict[str, Tensor]

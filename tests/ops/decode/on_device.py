@@ -3,12 +3,10 @@
 import importlib.util
 import os
 
-import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-needs_triton = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU or Triton's interpreter")
 # its dot takes bfloat16 for integers
 DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]
 

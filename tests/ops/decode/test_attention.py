@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.decode.on_device import DEVICE, DTYPES, needs_triton, tolerance
+from tests.ops.decode.on_device import DEVICE, DTYPES, tolerance
 from twofold.ops.decode import attention
 from twofold.ops.norms import rms_norm, rotary_table, rotate
 
@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "key_heads", "width", "capacity", "lengths", "window", "causal"), CASES)
 def test_attention_of_a_block(
@@ -76,7 +76,7 @@ def test_attention_of_a_block(
         torch.testing.assert_close(o, expected, **tolerance(dtype))
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary", [16, 32])
 @pytest.mark.parametrize("normed", [True, False])

@@ -8,7 +8,7 @@ from tests.ops.decode.test_packed_weight import random_weight
 from twofold.ops.decode.packed_weight import PackedWeight
 from twofold.ops.norms import rotary_table
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.gpu
 
 TOKENS, HIDDEN, WIDTH = 16, 512, 128
 HEADS, KEY_HEADS = 4, 2

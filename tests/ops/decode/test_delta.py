@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.decode.on_device import DEVICE, DTYPES, needs_triton, tolerance
+from tests.ops.decode.on_device import DEVICE, DTYPES, tolerance
 from twofold.ops import delta_window
 from twofold.ops.decode import delta, served
 from twofold.ops.decode.delta import WindowFactors
@@ -43,7 +43,7 @@ def test_commit_of_the_reference_is_a_run_over_n_tokens() -> None:
             assert torch.equal(kept[row], inputs[0, count : count + 3])
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16])
 @pytest.mark.parametrize("gated", [False, True])
@@ -68,7 +68,7 @@ def test_window(tokens: int, gated: bool, dtype: torch.dtype) -> None:
     assert torch.equal(inputs[-1], wide[-1])
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_window_in_other_divisions(tokens: int) -> None:
     from twofold.ops.decode import delta_triton
@@ -81,7 +81,7 @@ def test_window_in_other_divisions(tokens: int) -> None:
         torch.testing.assert_close(tuple(factors), tuple(expected_factors), rtol=1e-3, atol=1e-3)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_window_of_equal_keys_without_decay() -> None:
     """The hardest system: all below the diagonal near 1."""
     from twofold.ops.decode import delta_triton
@@ -96,7 +96,7 @@ def test_window_of_equal_keys_without_decay() -> None:
     torch.testing.assert_close(factors.u_BHTV.double(), expected_factors.u_BHTV, rtol=1e-3, atol=1e-3)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("layers", [0, 3])
 def test_commit_of_every_n(layers: int) -> None:
     from twofold.ops.decode import delta_triton
@@ -122,7 +122,7 @@ def test_commit_of_every_n(layers: int) -> None:
             assert torch.equal(kept, delta.commit_convolution_(expected, x, n_B))
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_layers_with_slots_are_committed_as_without(tokens: int) -> None:
     """In the memory that the state keeps, also where a longer or shorter pass was before."""

@@ -11,7 +11,7 @@ from twofold.ops.decode.division import Config, shared_bytes
 from twofold.ops.decode.packed_weight import PackedWeight, pack_bf16, pack_w4, packed_linear, top1, unpack
 from twofold.ops.integers import dequantize
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(kind: str, outputs: int, inputs: int, group: int = 32, gated: bool = False) -> PackedWeight:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.decode.on_device import DEVICE, DTYPES, needs_triton, tolerance
+from tests.ops.decode.on_device import DEVICE, DTYPES, tolerance
 from twofold.ops import norms as plain
 from twofold.ops.decode import norms
 
@@ -17,7 +17,7 @@ def test_references() -> None:
     torch.testing.assert_close(norms.silu_mul(x), x[:, :3] * x[:, :3].sigmoid() * x[:, 3:])
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 2560), (5, 96), (3, 24)])
 def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(norms_triton.silu_mul(both), norms.silu_mul(both), **close)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_norm_of_heads(dtype: torch.dtype) -> None:
     from twofold.ops.decode import norms_triton
@@ -47,7 +47,7 @@ def test_gated_norm_of_heads(dtype: torch.dtype) -> None:
     torch.testing.assert_close(norms_triton.gated_rms_norm(o, z, w, 1e-6), expected, **tolerance(dtype))
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "width"), [(4, 32), (5, 24), (48, 128)])
 def test_gated_norm_of_many_heads(heads: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
