@@ -196,7 +196,7 @@ def test_slices_of_k_with_a_norm() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
-@pytest.mark.parametrize("config", [replace(PAIRS, tiles=3), SLICES])
+@pytest.mark.parametrize("config", [replace(PAIRS, tiles=3), SLICES, replace(SLICES, tiles=3)])
 def test_blocks_whose_last_group_is_not_full(config: Config, blocks: int) -> None:
     """One to nine tiles: a block ends with all, some or one of the tiles that it takes at once, or has none."""
     torch.manual_seed(0)

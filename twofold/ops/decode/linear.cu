@@ -502,6 +502,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
       const int item = c * WARPS + (warp >= lead ? warp - lead : warp - lead + WARPS);
       if (item >= TILES * NT) continue;
       const int tile = tile_at(round, item / NT), n = item % NT;
+      if (!in_tail && tile >= tiles) continue;
       Sums total = add_warps(half, item);
 #if SPLIT > 1
       const i64 at = ((i64)blockIdx.y * tiles + tile) * SPLIT + slice;
