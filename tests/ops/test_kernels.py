@@ -46,6 +46,12 @@ def test_what_is_fused_into_a_product(kernels: Kernels, gated: bool) -> None:
     torch.testing.assert_close(linear(x, Norm(scale, 1e-5)), wanted, atol=1e-4, rtol=1e-4)
 
 
+needs_avx2 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs a processor with AVX2"
+)
+
+
+@needs_avx2
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_four_bits_are_multiplied_as_they_are_on_a_cpu(gated: bool, group_size: int) -> None:
@@ -64,7 +70,8 @@ def test_four_bits_are_multiplied_as_they_are_on_a_cpu(gated: bool, group_size: 
         assert error < (0.008 if gated else 0.004)  # roundings to 8 bits: of weights and result, gated once more
 
 
-def test_what_a_cpu_does_not_multiply_in_four_bits() -> None:
+@needs_avx2
+def test_what_a_cpu_does_not_multiply_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     q, scale, zero = torch.zeros(96, 128, dtype=torch.int8), torch.ones(96, 4).bfloat16(), torch.zeros(96, 4)
     assert linear.cpu_packed(q, scale, None, 4, False, torch.bfloat16) is not None
     assert linear.cpu_packed(q, scale, None, 4, False, torch.float32) is None
@@ -72,6 +79,8 @@ def test_what_a_cpu_does_not_multiply_in_four_bits() -> None:
     assert linear.cpu_packed(q, scale, zero, 4, False, torch.bfloat16) is None
     assert linear.cpu_packed(q[:90], scale[:90], None, 4, False, torch.bfloat16) is None
     assert linear.cpu_packed(q, torch.ones(96, 8).bfloat16(), None, 4, False, torch.bfloat16) is None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert linear.cpu_packed(q, scale, None, 4, False, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("kernels", SETS, ids=lambda kernels: kernels.name)

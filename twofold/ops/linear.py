@@ -75,11 +75,13 @@ def cpu_packed(
 ) -> Linear | None:
     """Of up to `INT4_ROWS` rows in bfloat16, PyTorch's product with 4-bit weights; of more, one with the matrix.
 
-    None for what it does not serve: other dtypes, 8 bits, zero points, N that 16 does not divide, odd group sizes.
+    None for what it does not serve: other dtypes, 8 bits, zero points, N that 16 does not divide, odd group sizes, and
+    processors for which it was not written (it is many times slower there).
     """
     outputs, inputs = q_NK.shape
     group_size = inputs // scale_NG.shape[1]
-    served = dtype == torch.bfloat16 and bits == 4 and zero_NG is None
+    written = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    served = written and dtype == torch.bfloat16 and bits == 4 and zero_NG is None
     if not served or outputs % 16 or group_size not in (32, 64, 128, 256):
         return None
     words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK.int() + 8, 1)
