@@ -56,7 +56,8 @@ def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "shape"), [(1, SHAPES[0]), (31, SHAPES[1]), (64, SHAPES[2]), (65, SHAPES[1]), (150, SHAPES[0])]
+    ("tokens", "shape"),
+    [(n, SHAPES[i]) for n, i in ((1, 0), (3, 2), (31, 1), (63, 0), (64, 2), (65, 1), (128, 1), (129, 2), (150, 0))],
 )
 def test_a_pass_is_the_recurrence(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from twofold.ops.delta_chunks_triton import delta_chunks
