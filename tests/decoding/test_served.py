@@ -185,12 +185,13 @@ def trained(fast: bool) -> tuple[CausalLM, Drafter]:
     return target, drafter.to(DEVICE).freeze()
 
 
-@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 4 * WINDOW, 4096, 32_768])
+FAR = [pytest.param(length, marks=pytest.mark.gpu) for length in (4096, 32_768)]
+
+
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 4 * WINDOW, *FAR])
 def test_the_trained_model_says_the_same(length: int) -> None:
     """A replayed cycle of fast kernels against eager references, at the borders of the window and far out: the same
     tokens and accepted counts up to a first difference, which must be a near-tie."""
-    if DEVICE == "cpu" and length > 4 * WINDOW:
-        pytest.skip("takes a GPU")
     text = [token for asked in pocket.prompts(3) for token in asked]
     asked = tuple((text * (length // len(text) + 1))[:length])
     wanted = list(decode(*trained(False), asked, 64, Sampling()))
