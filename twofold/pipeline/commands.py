@@ -27,12 +27,12 @@ from twofold.pipeline import measure_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.digest import Json, file_digest, plain, write_atomically
-from twofold.pipeline.models import decode_precision, load_draft, load_frozen
+from twofold.pipeline.models import decode_precision, device, load_draft, load_frozen
 from twofold.pipeline.progress import Progress
 from twofold.pipeline.recipe import load_config
 from twofold.pipeline.stage import StageContext
 from twofold.pipeline.target_stages import With
-from twofold.training.precision import Precision
+from twofold.training.precision import Precision, dtype_of
 
 C = TypeVar("C")
 
@@ -104,13 +104,11 @@ def bench_shape(
 
     ValueError where it has another; it is left as it is.
     """
-    found = find_shape(shape)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and shape != "tiny":
+    found, on = find_shape(shape), device()
+    if on.type == "cpu" and shape != "tiny":
         raise ValueError(f"--shape {shape} needs a GPU; without one, --shape tiny shows the same path")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    where = measure_stages.environment() | {"precision": str(dtype).removeprefix("torch.")}
-    if device.type == "cuda":
+    where = measure_stages.environment()
+    if on.type == "cuda":
         where |= {"cuda": str(torch.version.cuda), "driver": _driver()}
     same = {"code": _code(), "environment": where, "shape": shape, "overlap": overlap, **plain(config)}
     earlier = None if file is None else _earlier(file, same)
@@ -126,8 +124,8 @@ def bench_shape(
 
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-    kernels = Kernels.auto(device, overlap=overlap)
-    measure_engine(found, config, kernels, device, dtype, print, keep=keep, earlier=earlier, deadline=deadline)
+    kernels, dtype = Kernels.auto(on, overlap=overlap), dtype_of(decode_precision())
+    measure_engine(found, config, kernels, on, dtype, print, keep=keep, earlier=earlier, deadline=deadline)
 
 
 def _earlier(file: Path, same: dict[str, Json]) -> dict[str, Json] | None:
