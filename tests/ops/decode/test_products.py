@@ -164,6 +164,7 @@ def test_many_rows_go_through_8_bits_on_request(kind: str, monkeypatch: pytest.M
     triton.quantize_rows = lambda x, norm=None: fp8.quantize_rows(x if norm is None else rms_norm(x, *norm))  # type: ignore[attr-defined]
     triton.scaled_product = fp8.scaled_product  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "twofold.ops.fp8_triton", triton)
+    monkeypatch.setattr("twofold.ops.fp8_triton", triton, raising=False)
     q, scale, zero = integers(48, 128, 4, False)
     found = products.freeze_packed(q, scale, zero, 4, kind == "gated", torch.bfloat16, fp8=True)
     assert found is not None

@@ -16,7 +16,7 @@ def compile_to_cubin(source: Path, options: Sequence[str], arch: str) -> bytes:
     """Machine code for e.g. "sm_90"; needs no GPU. RuntimeError with the compiler's log."""
     nvrtc = _bindings().nvrtc
     program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
-    flags = [f"--gpu-architecture={arch}", "--std=c++17", *options]
+    flags = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space", *options]
     error, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     if int(error):
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
