@@ -263,7 +263,7 @@ class Bench:
     def progress(self, name: str) -> Callable[[int, int, str], None]:
         def report(step: int, total: int, text: str) -> None:
             if step % max(1, total // 5) == 0:
-                print(f"  {name}: step {step} of {total}, {text}, {self.left():.0f} s left", flush=True)
+                print(f"  {name}: step {step} of {total}, {text}, {self.left():.1f} s left", flush=True)
 
         return report
 

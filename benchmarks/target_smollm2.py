@@ -15,6 +15,7 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
     head8-alone head4-alone        the same, the layers kept: give a --start
     head8-fixed head4-fixed        the same, the head kept as GPTQ rounds it: the layers learn around it
+    head8-smoothed head4-smoothed  as `head8` and `head4`, the head's inputs scaled before GPTQ (`even_scales`)
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
 With `--start WHAT`, `learned` and the heads begin with the weights of that row, its head too where both have one; give
@@ -48,7 +49,7 @@ import twofold
 from twofold.data.conversations import Conversation, PackedRows, pack
 from twofold.data.generate import GenerateConfig, generate
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import QuantizeConfig, quantize_target
+from twofold.models.calibration import QuantizeConfig, quantize_target, smooth_head
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
 from twofold.models.smoothing import apply_smoothing
@@ -66,7 +67,11 @@ IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq")
 HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
-QAD = ("frozen", "learned", *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "")))
+QAD = (
+    "frozen",
+    "learned",
+    *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "-smoothed", "")),
+)
 WHAT = ("original", *PTQ, *QAD)
 # Rows that answer IFEval's prompts.
 ANSWERED = ("original", "awq g32", "gptq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")
@@ -146,7 +151,7 @@ class Bench:
                 about["start"] = self.load_trained(student, start, "layers.")
             if head is not None:  # on what these layers make
                 about["head"] = asdict(head)
-                self.quantize_head(student, head, learned=not fixed)
+                self.quantize_head(student, head, learned=not fixed, smoothed=what.endswith("-smoothed"))
                 if start is not None and not fixed:
                     self.load_trained(student, start, "lm_head.")
             learns = {"head": head is not None and not fixed, "layers": not what.endswith("-alone")}
@@ -217,14 +222,18 @@ class Bench:
         return model
 
     @torch.no_grad()
-    def quantize_head(self, model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
+    def quantize_head(self, model: CausalLM, scheme: QuantScheme, learned: bool, smoothed: bool = False) -> None:
         """By GPTQ on the hidden states of this model; masters in float32, and the embedding stays as it is."""
         weight = model.embed_tokens.weight.detach().float()
         hessian = Hessian(weight.shape[1], device=self.device)
         for numbers in torch.arange(self.args.calibration_rows).split(8):
             batch = self.train.select(numbers).to(self.device)
             hessian.add(model(batch.token_ids_NT, batch.positions_NT)[0][batch.used_NT])
-        q_VD, grid, _ = gptq(weight, hessian.matrix(), scheme)
+        hessian_DD = hessian.matrix()
+        if smoothed:
+            _, hessian_DD = smooth_head(model, hessian_DD, 0.01)
+            weight = model.lm_head.weight.float()
+        q_VD, grid, _ = gptq(weight, hessian_DD, scheme)
         rounded = PackedLinear.from_integers(q_VD, grid, scheme).dense_weight(torch.float32)
         model.set_submodule("lm_head", FakeQuantLinear(rounded, grid, scheme, learn_scale=learned))
 

@@ -22,7 +22,7 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import RMSNorm
-from twofold.models.smoothing import apply_smoothing, input_groups
+from twofold.models.smoothing import apply_smoothing, head_group, input_groups
 from twofold.quant.gptq import gptq, hessian_error
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import fake_quantize, search_grid
@@ -82,6 +82,7 @@ def test_smoothing_alone_changes_nothing(family: ModelConfig) -> None:
     wanted, before = logits(model), {name: p.clone() for name, p in model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
     groups = [group for i in range(family.num_layers) for group in input_groups(family, i)]
+    groups.append(head_group(family))
     smoothing = {
         group.producer: (3 * torch.rand(len(group.owner_K.unique()), generator=generator) - 1.5).exp2()
         for group in groups
@@ -190,6 +191,29 @@ def test_the_head_is_rounded_on_what_it_sees(family: ModelConfig, method: str) -
         )
     assert by_name(made)["lm_head"].output_error == pytest.approx(packed_error, rel=1e-3)
     assert packed_error < 0.9 * nearest_error if method != "rtn" else packed_error == nearest_error
+
+
+@both
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_smoothed_head_answers_for_the_original(family: ModelConfig, method: str) -> None:
+    """What the norm took and what the head got cancel, so the packed head's error is that of rounding; less of it."""
+    model, plain, original = heavy(family), heavy(family), heavy(family)
+    for each in (model, plain, original):  # columns of very different sizes in each group
+        sizes = torch.logspace(-1, 1, family.hidden_size)[
+            torch.randperm(family.hidden_size, generator=torch.Generator().manual_seed(5))
+        ]
+        each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach() * sizes, requires_grad=False)
+    scheme = QuantScheme(group_size=16)
+    ids, positions, _ = calibration_rows()
+    made = run(model, method, head=scheme, smooth_head=True)
+    run(plain, method, head=scheme)
+    with torch.no_grad():
+        hidden, other = model(ids, positions)[0], plain(ids, positions)[0]
+        wanted = other @ original.lm_head.weight.T
+        smoothed, unsmoothed = model.logits(hidden), plain.logits(other)
+    torch.testing.assert_close(hidden * made.smoothing["norm"].float(), other, rtol=1e-4, atol=1e-4)
+    assert (smoothed - wanted).norm() < 0.7 * (unsmoothed - wanted).norm()
+    assert torch.equal(model.embed_tokens.weight, original.embed_tokens.weight)
 
 
 @both

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from twofold.ops.integers import dequantize
-from twofold.quant.gptq import Hessian, gptq, hessian_error
+from twofold.quant.gptq import Hessian, even_scales, gptq, hessian_error
 from twofold.quant.rounding import Grid, minmax_grid, quantize, search_grid
 from twofold.quant.scheme import QuantScheme
 
@@ -228,3 +228,43 @@ def test_the_error_is_twice_the_mean_square_of_the_output() -> None:
     hessian.add(x)
     expected = 2 * (x @ difference.T).square().sum() / 500
     assert hessian_error(difference, hessian.matrix()) == pytest.approx(float(expected), rel=1e-10)
+
+
+def _uneven(rows: int, num_inputs: int) -> Tensor:
+    return (
+        _weight(rows, num_inputs)
+        * torch.logspace(-1, 1, num_inputs)[torch.randperm(num_inputs, generator=_generator(3))]
+    )
+
+
+def test_even_scales_are_where_the_estimated_error_is_least() -> None:
+    weight, h = _uneven(40, 24), _hessian(_inputs(512, 24))
+    damped = h.double() + 0.01 * h.double().diagonal().mean() * torch.eye(24, dtype=torch.float64)
+    conditional = torch.linalg.inv(damped).diagonal().reciprocal()
+    fourth = weight.double().square().mean(0).square()
+
+    def estimated(s: Tensor) -> float:
+        return float((fourth * s**4).sum().sqrt() * (conditional / s.square()).sum())
+
+    s = even_scales(weight, h)
+    assert float(s.log().mean()) == pytest.approx(0, abs=1e-9)
+    for seed in range(20):
+        other = torch.randn(24, generator=_generator(seed)).double().mul(0.02).exp()
+        assert estimated(s * other) > estimated(s) * (1 - 1e-6)
+    assert estimated(torch.ones(24).double()) > 2 * estimated(s)
+
+
+def test_rounding_behind_even_scales_errs_less() -> None:
+    scheme = QuantScheme(bits=4, group_size=32)
+    weight, h = _uneven(64, 128), _hessian(_inputs(1024, 128))
+    s = even_scales(weight, h).float()
+    plain, scaled = gptq(weight, h, scheme)[2], gptq(weight * s, h / (s[:, None] * s), scheme)[2]
+    assert scaled.error < 0.5 * plain.error
+
+
+def test_even_scales_stand_unused_inputs() -> None:
+    weight, x = _weight(8, 16), _inputs(64, 16)
+    weight[:, 3], x[:, 5] = 0, 0
+    s = even_scales(weight, _hessian(x))
+    assert bool(s.isfinite().all())
+    assert bool((s > 0).all())

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from twofold.models.causal_lm import CausalLM
 from twofold.models.layers import RMSNorm
-from twofold.models.smoothing import InputGroup, fold, input_groups, linear_at
+from twofold.models.smoothing import InputGroup, fold, head_group, input_groups, linear_at
 from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
-from twofold.quant.gptq import gptq, hessian_error
+from twofold.quant.gptq import even_scales, gptq, hessian_error
 from twofold.quant.linear import PackedLinear
 from twofold.quant.rounding import Grid, quantize, search_grid
 from twofold.quant.scheme import QuantScheme
@@ -33,8 +33,10 @@ class QuantizeConfig:
     nearest. `max_fallbacks` is the share of layers that gptq may merely round where H could not be factorized.
     `batch_rows` rows go through a layer at once.
 
-    `head` quantizes the output head too: by gptq, or where the method is rtn to nearest; awq would change what the
-    head's input means to a drafter. A tied embedding stays as it is.
+    `head` quantizes the output head too: by gptq, or where the method is rtn to nearest. A tied embedding stays as it
+    is. `smooth_head` scales the head's inputs first (`even_scales`), and the final norm takes the inverse. That halves
+    what an INT4 head costs; but a drafter ends in that head too, behind a norm of its own. Stage draft_finetune does
+    the same there; any other drafter made for the original loses its guesses.
 
     For stage quantize: `rows` rows of 512 tokens of the original's answers are the calibration text; `checkpoint` is a
     compressed-tensors folder of the same model whose grids are taken instead of new ones.
@@ -49,6 +51,7 @@ class QuantizeConfig:
     batch_rows: int = 8
     rows: int = 64
     head: QuantScheme | None = None
+    smooth_head: bool = False
     checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +59,10 @@ class QuantizeConfig:
             raise ValueError(f"method {self.method!r} is not known; use 'rtn', 'gptq' or 'awq'")
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows = {self.batch_rows} is no batch; use 1 or more")
+        if self.smooth_head and (self.head is None or self.method == "rtn"):
+            raise ValueError(
+                "smooth_head is for a head that gptq rounds; set head and method gptq or awq, or leave it out"
+            )
         _ = self.scheme  # has checks of its own
 
     @property
@@ -147,13 +154,24 @@ def quantize_target(
         if i + 1 < len(model.layers) or config.head is not None:
             rows.advance(layer)
     if config.head is not None:
-        group = InputGroup("norm", ("lm_head",), (), torch.arange(model.config.hidden_size))
+        group = head_group(model.config)
         method: Literal["rtn", "gptq"] = "rtn" if config.method == "rtn" else "gptq"
         hessian_DD = _hessian(group, rows.observe_head())
+        if config.smooth_head:
+            smoothing["norm"], hessian_DD = smooth_head(model, hessian_DD, config.damping)
         reports += _quantize(model, group, hessian_DD, method, config.head, config.damping, None)
         report(len(reports), len(names), f"lm_head, output error {reports[-1].output_error:.2g}")
         check_fallbacks(reports, len(names), config.max_fallbacks)
     return Calibration(layers=reports, smoothing=smoothing)
+
+
+@torch.no_grad()
+def smooth_head(model: CausalLM, hessian_DD: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Folds `even_scales` into final norm and head, which is no longer tied; returns s, and H of the new inputs."""
+    scale_D = even_scales(model.lm_head.weight.detach(), hessian_DD, damping).cpu()
+    scale_D = fold(model, head_group(model.config), scale_D)
+    s_D = scale_D.to(hessian_DD)
+    return scale_D, hessian_DD / (s_D[:, None] * s_D)
 
 
 class _Rows:

@@ -134,6 +134,9 @@ def freeze(module: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
     for part in module.modules():
         if isinstance(part, RMSNorm):
             part.freeze()
+        if isinstance(part, nn.Conv1d):  # tap by tap, so that a kernel reads channels that lie side by side
+            by_tap_WC = part.weight.detach().permute(2, 1, 0).contiguous()
+            part.weight = nn.Parameter(by_tap_WC.permute(2, 1, 0), requires_grad=False)
         for value in vars(part).values():
             if isinstance(value, Projections):
                 value.freeze(kernels, dtype)

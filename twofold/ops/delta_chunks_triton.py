@@ -29,10 +29,9 @@ _LENGTHS = ["tokens", "chunks", "x_b", "a_b", "b_b"]  # prompts of all lengths r
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _convolution_kernel(x_ptr, conv_ptr, weight_ptr, keep_ptr, y_ptr, after_ptr, tokens, channels, x_b, x_t, conv_b,
-                        conv_w, G, K: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
+                        conv_w, weight_c, weight_w, G, K: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
                         STEPS: tl.constexpr):  # fmt: skip
-    """A program has some tokens, a few at a time, and K channels: one head of queries or keys, or values. Its weights,
-    which lie apart, are read once."""
+    """A program has some tokens, a few at a time, and K channels: one head of queries or keys, or values."""
     block, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     c = part * K + tl.arange(0, K)
     mine = (c < channels)[None, :]
@@ -42,7 +41,7 @@ def _convolution_kernel(x_ptr, conv_ptr, weight_ptr, keep_ptr, y_ptr, after_ptr,
         t = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
         z = tl.zeros([TOKENS, K], tl.float32)
         for j in tl.static_range(W):
-            w = tl.load(weight_ptr + c * W + j, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+            w = tl.load(weight_ptr + c * weight_c + j * weight_w, mask=c < channels, other=0.0).to(tl.float32)[None, :]
             source = t + j - (W - 1)
             new = ((source >= 0) & (source < tokens))[:, None] & mine
             z += (
@@ -238,7 +237,6 @@ def delta_chunks(
     key_heads = (channels - heads * value_width) // (2 * width)
     assert state_BHKV.dtype == torch.float32
     assert state_BHKV[0].is_contiguous()
-    assert weight_CW.is_contiguous()
     for x in (qkv_BTC, conv_BWC, a_BTH, b_BTH):
         assert x.stride(-1) == 1, "channels and heads must be contiguous"
     chunks = triton.cdiv(tokens, CHUNK)
@@ -256,7 +254,7 @@ def delta_chunks(
     steps = 8 if tokens >= _MANY else 1
     _convolution_kernel[(triton.cdiv(tokens, 16 * steps), triton.cdiv(channels, width), batch)](
         qkv_BTC, conv_BWC, weight_CW, keep_B, y, conv_after, tokens, channels, *qkv_BTC.stride()[:2],
-        *conv_BWC.stride()[:2], key_heads, width, weight_CW.shape[1], 16, steps, num_warps=4,
+        *conv_BWC.stride()[:2], *weight_CW.stride(), key_heads, width, weight_CW.shape[1], 16, steps, num_warps=4,
     )  # fmt: skip
     _systems_kernel[(chunks, heads, batch)](
         y, a_BTH, b_BTH, A_log_H, dt_bias_H, keep_B, systems, decay, beta, tokens, channels, chunks,

@@ -102,6 +102,26 @@ def gptq(
     return q_NK, grid, report
 
 
+@torch.no_grad()
+def even_scales(weight_NK: Tensor, hessian_KK: Tensor, damping: float = 0.01) -> Tensor:
+    """s, float64 [K], for W diag(s) on groups of inputs, where what makes the inputs can take 1 / s.
+
+    The step of a group follows its largest weights, so that an input with small ones is left few levels. Compensated
+    rounding of input k costs step^2 d_k / s_k^2, with d_k = 1 / [H^-1]_kk; with the 4-norm of the columns' root mean
+    squares w_k s_k for the largest, (sum_k (w_k s_k)^4)^(1/2) sum_k d_k / s_k^2 is least where s_k^6 ~ d_k / w_k^4. The
+    geometric mean of s is 1. All ones where H cannot be factorized.
+    """
+    live_KK, _ = _revive(hessian_KK)
+    factor, _ = _inverse_factor(live_KK, damping)
+    if factor is None:
+        return torch.ones(weight_NK.shape[1], dtype=torch.float64, device=weight_NK.device)
+    conditional_K = factor.to(torch.float64).square().sum(0).reciprocal()
+    square_K = weight_NK.to(torch.float64).square().mean(0)
+    square_K = square_K.clamp(min=1e-12 * float(square_K.max()))
+    log_K = (conditional_K.log() - 2 * square_K.log()) / 6
+    return (log_K - log_K.mean()).exp()
+
+
 def hessian_error(difference_NK: Tensor, hessian_KK: Tensor) -> float:
     """tr(D H D^T): twice the mean squared change of a layer's output when its weight changes by D."""
     difference = difference_NK.to(hessian_KK.dtype)

@@ -87,8 +87,8 @@ def test_delta(gated: bool, capability: int) -> None:
     gate: dict[str, Any] = dict.fromkeys(("z_ptr", "norm_ptr"), BF16 if gated else None)
     pointers = {**dict.fromkeys(inputs, BF16), **factors, **(gate if gated else {})}
     columns = 128 if gated else 32
-    constants = {**sizes, "W": 4, "COLUMNS": columns, "READ": "tf32", **({} if gated else gate)}
-    compile_triton(kernels._window_kernel, pointers, constants, capability, num_warps=8 if gated else 4)
+    constants = {**sizes, "W": 4, "COLUMNS": columns, "READ": "tf32", "weight_c": 1, **({} if gated else gate)}
+    compile_triton(kernels._window_kernel, pointers, constants, capability, num_warps=8)
     compile_triton(kernels._token_kernel, pointers, {**constants, "T": 1}, capability, num_warps=8 if gated else 4)
     pointers = {**factors, "n_ptr": INT}
     compile_triton(kernels._commit_kernel, pointers, {**sizes, "COLUMNS": 64}, capability, num_warps=4)

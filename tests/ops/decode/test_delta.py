@@ -21,6 +21,7 @@ def window(tokens: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     conv, weight = torch.randn(BATCH, CONV - 1, CHANNELS, dtype=dtype), torch.randn(CHANNELS, CONV, dtype=dtype)
     rest = [torch.rand(HEADS), torch.randn(HEADS), torch.randn(BATCH, HEADS, WIDTH, VALUE_WIDTH)]
     conv, weight, A_log, dt_bias, state = (t.to(device) for t in (conv, weight, *rest))
+    weight = weight.T.contiguous().T if tokens > 1 else weight  # as `freeze` lays it out, or as a model has it
     return [x, conv, weight, a, b, A_log, dt_bias, state]
 
 
@@ -64,7 +65,8 @@ def test_window(tokens: int, gated: bool, dtype: torch.dtype) -> None:
     o, factors = delta_triton.delta_window(*inputs, copy_BTC=copy, **extra)
     assert torch.equal(copy, inputs[0])
     torch.testing.assert_close(o.float(), expected, **tolerance(dtype))
-    torch.testing.assert_close(tuple(factors), tuple(expected_factors), rtol=1e-3, atol=1e-3)
+    near = 1e-3 if dtype == torch.float32 else 1e-2  # one tf32 product for each
+    torch.testing.assert_close(tuple(factors), tuple(expected_factors), rtol=near, atol=near)
     assert torch.equal(inputs[-1], wide[-1])
 
 
