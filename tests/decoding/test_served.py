@@ -150,7 +150,9 @@ def test_packed_products_are_as_near_as_dense_ones(step: str) -> None:
             h, a, b = (model(asked, state=model.new_state(rows, 400))[0].float() for model in (exact, ours, dense))
         assert (a - h).norm() <= 1.2 * (b - h).norm()
         assert (b - h).norm() <= 0.3 * h.norm()
-        assert (ours.top1(a.bfloat16()) == ours.logits(a.bfloat16()).argmax(dim=-1)).float().mean() > 0.97
+        scores = ours.logits(a.bfloat16()).float()  # rounded: of two that are equal then, top1 knows the greater
+        chosen = scores.gather(-1, ours.top1(a.bfloat16())[..., None])[..., 0]
+        assert (chosen >= scores.amax(dim=-1) - scores.abs().amax(dim=-1) * 2.0**-7).all()
 
 
 @pytest.mark.gpu
