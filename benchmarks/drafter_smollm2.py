@@ -307,7 +307,7 @@ class Bench:
 
     def train(self, name: str, training: Training) -> tuple[Drafter, dict[str, Any]]:
         config = self.config(training)
-        target = self.target(training.target)  # its matrices are multiplied in bfloat16 all the same
+        target = self.target(training.target, dtype_of(self.args.precision))
         if training.start is not None:
             drafter = self.drafter(training.start)
         else:

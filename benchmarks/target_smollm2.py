@@ -81,10 +81,10 @@ def conversations(paths: Iterable[Path], tokenizer: Tokenizer, limit: int) -> tu
     """(for training, held out), at most `limit` in all."""
     train, heldout = [], []
     lines = [line for path in sorted(paths) for line in lzma.decompress(path.read_bytes()).splitlines()]
-    for line in lines[:limit]:
-        entry = json.loads(line)
+    entries = [json.loads(line) for line in lines[:limit]]
+    for entry, said in zip(entries, tokenizer.encode_all([entry["answer"] for entry in entries]), strict=True):
         user = {"role": "user", "content": entry["prompt"]}
-        answer = tokenizer.encode(entry["answer"]) + ([IM_END] if entry["finish"] == "stop" else [])
+        answer = said + ([IM_END] if entry["finish"] == "stop" else [])
         made = Conversation(tokenizer.chat_ids([SYSTEM, user]), answer)
         digest = int(hashlib.sha256(entry["prompt"].encode()).hexdigest(), 16)
         (heldout if digest % 50 == 0 else train).append(made)

@@ -31,6 +31,8 @@ def test_counts_have_the_mean_and_the_law_of_a_run_of_successes(length: float) -
     for k in range(1, 7):  # each guess is as likely to be right as the first
         if reached[k] > 0.05:
             assert reached[k + 1] / reached[k] == pytest.approx(reached[1], abs=0.03)
+    answers = counts[:4000].double().view(-1, 25).mean(dim=1)  # the cycles of 128 tokens
+    assert float((1 + answers - length).abs().max()) < 0.5
 
 
 @pytest.mark.parametrize("length", [0.9, 8.1])

@@ -20,6 +20,11 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("text", ["Hello, world.", " two  spaces , and .", "😀 你好", "", "a\r\n\tb\n"])
 def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_all(["b", text, ""]) == [tokenizer.encode(each) for each in ("b", text, "")]
+
+
+def test_no_text_is_encoded_to_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_all([]) == []
 
 
 def test_no_special_tokens_are_added_nor_shown(tokenizer: Tokenizer) -> None:

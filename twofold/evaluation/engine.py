@@ -38,9 +38,10 @@ from twofold.ops.sampling import Sampling
 CYCLES = 8  # timed together
 
 
-def accepted_counts(accept_length: float, block_size: int, cycles: int, seed: int = 0) -> Tensor:
+def accepted_counts(accept_length: float, block_size: int, cycles: int) -> Tensor:
     """num_accepted [cycles] of a drafter whose guesses are right with one probability p, up to block_size - 1; p is
-    such that the mean is accept_length - 1. Drawn at evenly spread quantiles and shuffled: the mean is met closely.
+    such that the mean is accept_length - 1. Cycle i takes the quantile frac(i / golden ratio), of which any stretch is
+    spread evenly: each answer meets the mean closely, not only all of them.
 
     ValueError unless 1 <= accept_length <= block_size.
     """
@@ -52,9 +53,8 @@ def accepted_counts(accept_length: float, block_size: int, cycles: int, seed: in
         mean = sum(p**k for k in range(1, block_size))
         low, high = (p, high) if mean < accept_length - 1 else (low, p)
     below = 1.0 - p ** torch.arange(1, block_size, dtype=torch.float64)  # P(num_accepted < k)
-    quantiles = (torch.arange(cycles, dtype=torch.float64) + 0.5) / cycles
-    counts = torch.bucketize(quantiles, below, right=True)
-    return counts[torch.randperm(cycles, generator=torch.Generator().manual_seed(seed))]
+    quantiles = (torch.arange(cycles, dtype=torch.float64) / ((1 + math.sqrt(5)) / 2) + 0.5) % 1
+    return torch.bucketize(quantiles, below, right=True)
 
 
 class ForcedAcceptance:

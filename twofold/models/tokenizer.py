@@ -44,6 +44,12 @@ class Tokenizer:
         """Ids of a text; no special tokens are added, those spelled out in the text become their ids."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        return (
+            [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
