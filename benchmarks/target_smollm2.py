@@ -16,6 +16,7 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
     head8-alone head4-alone        the same, the layers kept: give a --start
     head8-fixed head4-fixed        the same, the head kept as GPTQ rounds it: the layers learn around it
     head8-smoothed head4-smoothed  as `head8` and `head4`, the head's inputs scaled before GPTQ (`even_scales`)
+    head8-smoothed-fixed head4-smoothed-fixed    both
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
 With `--start WHAT`, `learned` and the heads begin with the weights of that row, its head too where both have one; give
@@ -70,7 +71,11 @@ HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=
 QAD = (
     "frozen",
     "learned",
-    *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "-smoothed", "")),
+    *(
+        f"{head}{kind}"
+        for head in HEADS
+        for kind in ("-rounded", "-alone", "-fixed", "-smoothed", "-smoothed-fixed", "")
+    ),
 )
 WHAT = ("original", *PTQ, *QAD)
 # Rows that answer IFEval's prompts.
@@ -151,7 +156,7 @@ class Bench:
                 about["start"] = self.load_trained(student, start, "layers.")
             if head is not None:  # on what these layers make
                 about["head"] = asdict(head)
-                self.quantize_head(student, head, learned=not fixed, smoothed=what.endswith("-smoothed"))
+                self.quantize_head(student, head, learned=not fixed, smoothed="-smoothed" in what)
                 if start is not None and not fixed:
                     self.load_trained(student, start, "lm_head.")
             learns = {"head": head is not None and not fixed, "layers": not what.endswith("-alone")}

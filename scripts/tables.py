@@ -35,6 +35,7 @@ def tables(name: str, result: dict[str, Any]) -> str:
         "drafter_smollm2": draft_rows,
         "target_smollm2": target_rows,
         "target_4b_step": step_rows,
+        "draft_4b_step": draft_step_rows,
         "interop_cpu": interop_rows,
         "interop_llm_compressor": interop_rows,
         "interop_transformers": transformers_rows,
@@ -147,6 +148,21 @@ def step_rows(result: dict[str, Any]) -> str:
         f"| tokens a second | {result['tokens_per_s']:,.0f} |",
         f"| share of the bf16 peak | {result['share_of_bf16_peak']:.0%} |",
         f"| all logits at once | {fit} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draft_step_rows(result: dict[str, Any]) -> str:
+    lines = [
+        f"`{result['command']}` on {result['date']}: {result['environment']['hardware']}, {result['batch_rows']} rows "
+        f"of {result['row_length']:,} tokens a step, {result['anchors']} blocks of {result['block']} in each.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| peak memory | {result['peak_gib']:.1f} GiB |",
+        f"| tokens a second, of rows | {result['tokens_per_s']:,.0f} |",
+        f"| and drafted | {result['drafted_tokens_per_s']:,.0f} |",
+        f"| share of the bf16 peak | {result['share_of_bf16_peak']:.0%} |",
     ]
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twofold.training.divergence import Divergence, linear_cross_entropy, linear_divergence
+from twofold.training.divergence import Divergence, label_logprobs, linear_cross_entropy, linear_divergence
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +54,18 @@ def test_cross_entropy(vocabulary: int, dtype: torch.dtype) -> None:
         return linear_cross_entropy(s, h, torch.arange(37, device=s.device) % vocabulary, weights_M=weights)
 
     compare(loss, dtype, vocabulary)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 49153])
+def test_logprobs_of_labels(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    student, head = torch.randn(37, 32), torch.randn(vocabulary, 32) / 4
+    labels = torch.arange(37) % vocabulary
+    wanted = (student.double() @ head.double().T).log_softmax(dim=-1)[torch.arange(37), labels]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = label_logprobs(student.cuda(), head.cuda(), labels.cuda())
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
+    assert label_logprobs(student[:0].cuda(), head.cuda(), labels[:0].cuda()).shape == (0,)
 
 
 def test_what_is_not_a_number_reaches_the_loss() -> None:

@@ -70,7 +70,8 @@ def pretrained(context: StageContext[Any], precision: Precision = "float32") -> 
     path = context.inputs["quantize"] / SMOOTHING
     scale_D = load_file(str(path)).get("norm") if path.exists() else None
     if scale_D is not None:
-        drafter.norm.weight.div_(scale_D.to(drafter.norm.weight))
+        with torch.no_grad():
+            drafter.norm.weight.div_(scale_D.to(drafter.norm.weight))
     return drafter
 
 

@@ -37,6 +37,8 @@ def choose(weight: PackedWeight, rows: int, whole: bool = False, most: int = SHA
     if weight.bits == 4 and warps == 16:
         tiles = 2 if split == 4 and row_tiles == 2 else 1
         stages = 2 * depth if split == 1 else 4 if tiles == 2 else 3
+    elif weight.bits == 4 and split == 4 and row_tiles == 2:
+        tiles, stages = 2, 2 * depth
     elif weight.bits == 4 and weight.num_outputs >= 4096 and row_tiles <= 2:  # x is read for some tiles at once
         head = whole and weight.num_outputs >= 32768
         tiles, stages = (2, 2 * depth) if head and row_tiles == 2 else (3, depth)
