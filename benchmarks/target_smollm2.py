@@ -9,14 +9,13 @@ A row is named WHAT:GROUP, in the order in which the rows below need each other:
 
     original            the model itself
     rtn awq gptq        post-training quantization
+    even                gptq on inputs that are evened out first
     frozen              distillation on the grid of the best of these, its scales frozen
     learned             the same, its scales learned
     head8-rounded head4-rounded    `frozen`, its head rounded to INT8 or INT4 by GPTQ
     head8 head4         distillation as in `learned`, the head quantized from the start and learned too
     head8-alone head4-alone        the same, the layers kept: give a --start
     head8-fixed head4-fixed        the same, the head kept as GPTQ rounds it: the layers learn around it
-    head8-smoothed head4-smoothed  as `head8` and `head4`, the head's inputs scaled before GPTQ (`even_scales`)
-    head8-smoothed-fixed head4-smoothed-fixed    both
     try:GROUP:RATE:BATCH_ROWS:STEPS    `frozen` with another schedule, measured on fewer rows and not part of the table
 
 With `--start WHAT`, `learned` and the heads begin with the weights of that row, its head too where both have one; give
@@ -50,7 +49,7 @@ import twofold
 from twofold.data.conversations import Conversation, PackedRows, pack
 from twofold.data.generate import GenerateConfig, generate
 from twofold.evaluation.fidelity import fidelity
-from twofold.models.calibration import QuantizeConfig, quantize_target, smooth_head
+from twofold.models.calibration import QuantizeConfig, quantize_target
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
 from twofold.models.smoothing import apply_smoothing
@@ -66,16 +65,12 @@ from twofold.training.optimizer import OptimizerConfig
 ROW = 1024
 IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
-PTQ = ("rtn", "awq", "gptq")
+PTQ = ("rtn", "awq", "gptq", "even")
 HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
 QAD = (
     "frozen",
     "learned",
-    *(
-        f"{head}{kind}"
-        for head in HEADS
-        for kind in ("-rounded", "-alone", "-fixed", "-smoothed", "-smoothed-fixed", "")
-    ),
+    *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "")),
 )
 WHAT = ("original", *PTQ, *QAD)
 # Rows that answer IFEval's prompts.
@@ -156,7 +151,7 @@ class Bench:
                 about["start"] = self.load_trained(student, start, "layers.")
             if head is not None:  # on what these layers make
                 about["head"] = asdict(head)
-                self.quantize_head(student, head, learned=not fixed, smoothed="-smoothed" in what)
+                self.quantize_head(student, head, learned=not fixed)
                 if start is not None and not fixed:
                     self.load_trained(student, start, "lm_head.")
             learns = {"head": head is not None and not fixed, "layers": not what.endswith("-alone")}
@@ -195,12 +190,16 @@ class Bench:
         return best["learning_rate"], best["batch_rows"]
 
     def ptq(self, method: str, group_size: int) -> tuple[CausalLM, dict[str, Any]]:
-        """Keeps the grids and the smoothing in --work."""
+        """Keeps the grids and the smoothing in --work, and what GPTQ made of the weights."""
         model = self.load()
-        config = QuantizeConfig(method=method, group_size=group_size)  # type: ignore[arg-type]
+        kind = {"method": "gptq", "even": True} if method == "even" else {"method": method}
+        config = QuantizeConfig(group_size=group_size, **kind)  # type: ignore[arg-type]
         rows = self.train.select(torch.arange(self.args.calibration_rows))
         made = quantize_target(model, rows.token_ids_NT, rows.positions_NT, rows.used_NT, config, lambda *_: None)
-        kept = {f"grid/{name}": layer.grid.scale_NG for name, layer in model.named_modules() if is_packed(layer)}
+        packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+        kept = {f"grid/{name}": layer.grid.scale_NG for name, layer in packed.items()}
+        if config.method == "gptq":
+            kept |= {f"weight/{name}": layer.dense_weight(torch.float32) for name, layer in packed.items()}
         kept |= {f"smoothing/{name}": scale for name, scale in made.smoothing.items()}
         save_file({k: v.contiguous() for k, v in kept.items()}, str(self.work / f"{method} g{group_size}.safetensors"))
         errors = [layer.output_error for layer in made.layers]
@@ -211,14 +210,15 @@ class Bench:
         return min((m for m in PTQ if f"{m} g{group_size}" in kl), key=lambda m: kl[f"{m} g{group_size}"])
 
     def student(self, group_size: int, learned: bool) -> CausalLM:
-        """The original's weights as masters on the best grid; activations in bfloat16, norms in float32."""
+        """The original's weights, or GPTQ's, as masters on the best grid; activations in bfloat16, norms in float32."""
         kept = load_file(str(self.work / f"{self.best(group_size)} g{group_size}.safetensors"))
         model, scheme = self.load(), QuantScheme(group_size=group_size)
         apply_smoothing(model, {k.removeprefix("smoothing/"): v for k, v in kept.items() if k.startswith("smoothing/")})
 
         def fake(name: str, linear: nn.Linear) -> FakeQuantLinear:
             grid = Grid(kept[f"grid/{name}"].to(linear.weight.device))
-            return FakeQuantLinear.from_linear(linear, grid, scheme, learn_scale=learned)
+            weight = kept.get(f"weight/{name}", linear.weight.detach()).to(linear.weight.device)
+            return FakeQuantLinear(weight, grid, scheme, linear.bias, learn_scale=learned)
 
         replace_linears(model, [k.removeprefix("grid/") for k in kept if k.startswith("grid/")], fake)
         model.embed_tokens.to(torch.bfloat16)
@@ -227,18 +227,14 @@ class Bench:
         return model
 
     @torch.no_grad()
-    def quantize_head(self, model: CausalLM, scheme: QuantScheme, learned: bool, smoothed: bool = False) -> None:
+    def quantize_head(self, model: CausalLM, scheme: QuantScheme, learned: bool) -> None:
         """By GPTQ on the hidden states of this model; masters in float32, and the embedding stays as it is."""
         weight = model.embed_tokens.weight.detach().float()
         hessian = Hessian(weight.shape[1], device=self.device)
         for numbers in torch.arange(self.args.calibration_rows).split(8):
             batch = self.train.select(numbers).to(self.device)
             hessian.add(model(batch.token_ids_NT, batch.positions_NT)[0][batch.used_NT])
-        hessian_DD = hessian.matrix()
-        if smoothed:
-            _, hessian_DD = smooth_head(model, hessian_DD, 0.01)
-            weight = model.lm_head.weight.float()
-        q_VD, grid, _ = gptq(weight, hessian_DD, scheme)
+        q_VD, grid, _ = gptq(weight, hessian.matrix(), scheme)
         rounded = PackedLinear.from_integers(q_VD, grid, scheme).dense_weight(torch.float32)
         model.set_submodule("lm_head", FakeQuantLinear(rounded, grid, scheme, learn_scale=learned))
 
@@ -328,10 +324,6 @@ class Bench:
             "rows": self.rows.all(),
         }
         self.args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def is_packed(layer: nn.Module) -> bool:
-    return isinstance(layer, PackedLinear)
 
 
 def place(row: Row) -> tuple[int, int]:

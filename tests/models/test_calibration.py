@@ -22,7 +22,7 @@ from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.config import FULL, ModelConfig
 from twofold.models.layers import RMSNorm
-from twofold.models.smoothing import apply_smoothing, head_group, input_groups
+from twofold.models.smoothing import apply_smoothing, input_groups
 from twofold.quant.gptq import gptq, hessian_error
 from twofold.quant.linear import FakeQuantLinear, PackedLinear, replace_linears
 from twofold.quant.rounding import fake_quantize, search_grid
@@ -82,7 +82,6 @@ def test_smoothing_alone_changes_nothing(family: ModelConfig) -> None:
     wanted, before = logits(model), {name: p.clone() for name, p in model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
     groups = [group for i in range(family.num_layers) for group in input_groups(family, i)]
-    groups.append(head_group(family))
     smoothing = {
         group.producer: (3 * torch.rand(len(group.owner_K.unique()), generator=generator) - 1.5).exp2()
         for group in groups
@@ -193,27 +192,47 @@ def test_the_head_is_rounded_on_what_it_sees(family: ModelConfig, method: str) -
     assert packed_error < 0.9 * nearest_error if method != "rtn" else packed_error == nearest_error
 
 
+@families
+def test_gptq_on_evened_inputs_is_gptq_of_a_smoothed_model(family: ModelConfig) -> None:
+    """What is folded changes nothing; then it is GPTQ, of the model that it was folded into."""
+    model, smoothed = heavy(family), heavy(family)
+    made = run(model, "gptq", even=True)
+    assert made.smoothing.keys() == {g.producer for i in range(family.num_layers) for g in input_groups(family, i)}
+    exact = heavy(family, torch.float64)
+    wanted = logits(exact)
+    apply_smoothing(exact, made.smoothing)
+    assert (logits(exact) - wanted).norm() < 1e-12 * wanted.norm()
+    apply_smoothing(smoothed, made.smoothing)
+    again = run(smoothed, "gptq")
+    for name in packable_linears(family)[:2]:  # of the first layer, before sums of another order tell
+        packed, other = model.get_submodule(name), smoothed.get_submodule(name)
+        assert isinstance(packed, PackedLinear)
+        assert isinstance(other, PackedLinear)
+        same = packed.dense_weight(torch.float32) == other.dense_weight(torch.float32)
+        assert float(same.float().mean()) > 0.99
+    assert again.layers[0].output_error == pytest.approx(made.layers[0].output_error, rel=0.02)
+
+
 @both
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_smoothed_head_answers_for_the_original(family: ModelConfig, method: str) -> None:
-    """What the norm took and what the head got cancel, so the packed head's error is that of rounding; less of it."""
-    model, plain, original = heavy(family), heavy(family), heavy(family)
-    for each in (model, plain, original):  # columns of very different sizes in each group
-        sizes = torch.logspace(-1, 1, family.hidden_size)[
-            torch.randperm(family.hidden_size, generator=torch.Generator().manual_seed(5))
-        ]
-        each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach() * sizes, requires_grad=False)
-    scheme = QuantScheme(group_size=16)
-    ids, positions, _ = calibration_rows()
-    made = run(model, method, head=scheme, smooth_head=True)
-    run(plain, method, head=scheme)
-    with torch.no_grad():
-        hidden, other = model(ids, positions)[0], plain(ids, positions)[0]
-        wanted = other @ original.lm_head.weight.T
-        smoothed, unsmoothed = model.logits(hidden), plain.logits(other)
-    torch.testing.assert_close(hidden * made.smoothing["norm"].float(), other, rtol=1e-4, atol=1e-4)
-    assert (smoothed - wanted).norm() < 0.7 * (unsmoothed - wanted).norm()
-    assert torch.equal(model.embed_tokens.weight, original.embed_tokens.weight)
+def test_evening_out_helps_where_inputs_differ_in_size(family: ModelConfig) -> None:
+    def error(even: bool) -> float:
+        model = heavy(family)
+        with torch.no_grad():
+            for layer in model.layers:
+                for part in layer.mlp.gate_proj, layer.mlp.up_proj:
+                    part.weight *= torch.logspace(-1, 1, family.hidden_size)[torch.randperm(family.hidden_size)]
+        made = by_name(run(model, "gptq", even=even))
+        return sum(made[f"layers.{i}.mlp.gate_proj"].output_error for i in range(family.num_layers))
+
+    torch.manual_seed(0)
+    plain = error(False)
+    torch.manual_seed(0)
+    assert error(True) < 0.8 * plain
+
+
+def test_only_gptq_evens_out() -> None:
+    with pytest.raises(ValueError, match='even = true is for method = "gptq", not "awq"'):
+        QuantizeConfig(method="awq", even=True)
 
 
 @both

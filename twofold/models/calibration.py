@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from twofold.models.causal_lm import CausalLM
 from twofold.models.layers import RMSNorm
-from twofold.models.smoothing import InputGroup, fold, head_group, input_groups, linear_at
+from twofold.models.smoothing import InputGroup, fold, input_groups, linear_at
 from twofold.quant.awq import InputStatistics, choose_scale, fold_into_norm, smoothing_scales
 from twofold.quant.gptq import even_scales, gptq, hessian_error
 from twofold.quant.linear import PackedLinear
@@ -29,14 +29,12 @@ class QuantizeConfig:
     """How the target is quantized before it is healed.
 
     rtn: rounding to nearest on the searched grid, which does not look at the text. gptq: rounding column by column
-    with compensation (`damping` is its share of the mean diagonal). awq: inputs scaled first, then rounded to
-    nearest. `max_fallbacks` is the share of layers that gptq may merely round where H could not be factorized.
-    `batch_rows` rows go through a layer at once.
+    with compensation (`damping` is its share of the mean diagonal), `even` on inputs scaled first (`even_scales`). awq:
+    inputs scaled first, then rounded to nearest. `max_fallbacks` is the share of layers that gptq may merely round
+    where H could not be factorized. `batch_rows` rows go through a layer at once.
 
-    `head` quantizes the output head too: by gptq, or where the method is rtn to nearest. A tied embedding stays as it
-    is. `smooth_head` scales the head's inputs first (`even_scales`), and the final norm takes the inverse. That halves
-    what an INT4 head costs; but a drafter ends in that head too, behind a norm of its own. Stage draft_finetune does
-    the same there; any other drafter made for the original loses its guesses.
+    `head` quantizes the output head too: by gptq, or where the method is rtn to nearest; awq would change what the
+    head's input means to a drafter. A tied embedding stays as it is.
 
     For stage quantize: `rows` rows of 512 tokens of the original's answers are the calibration text; `checkpoint` is a
     compressed-tensors folder of the same model whose grids are taken instead of new ones.
@@ -47,11 +45,11 @@ class QuantizeConfig:
     group_size: int = 32
     symmetric: bool = True
     damping: float = 0.01
+    even: bool = False
     max_fallbacks: float = 0.0
     batch_rows: int = 8
     rows: int = 64
     head: QuantScheme | None = None
-    smooth_head: bool = False
     checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
@@ -59,10 +57,8 @@ class QuantizeConfig:
             raise ValueError(f"method {self.method!r} is not known; use 'rtn', 'gptq' or 'awq'")
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows = {self.batch_rows} is no batch; use 1 or more")
-        if self.smooth_head and (self.head is None or self.method == "rtn"):
-            raise ValueError(
-                "smooth_head is for a head that gptq rounds; set head and method gptq or awq, or leave it out"
-            )
+        if self.even and self.method != "gptq":
+            raise ValueError(f'even = true is for method = "gptq", not "{self.method}"; leave it out')
         _ = self.scheme  # has checks of its own
 
     @property
@@ -90,7 +86,7 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Reports in computing order, and the scales that awq folded: name of the producer -> s, float64 [P]."""
+    """Reports in computing order, and the scales that were folded: name of the producer -> s, float64 [P]."""
 
     layers: list[LayerReport]
     smoothing: dict[str, Tensor]
@@ -133,6 +129,9 @@ def quantize_target(
     reports: list[LayerReport] = []
     smoothing: dict[str, Tensor] = {}
     for i, layer in enumerate(model.layers):
+        if config.even:
+            for group, inputs in zip(groups[i], rows.observe(layer, groups[i]), strict=True):
+                smoothing[group.producer] = _even_out(model, group, _hessian(group, inputs), config.damping)
         hessians: dict[str, Tensor] = {}
         alphas: dict[str, float] = {}
         if config.method != "gptq":
@@ -154,24 +153,13 @@ def quantize_target(
         if i + 1 < len(model.layers) or config.head is not None:
             rows.advance(layer)
     if config.head is not None:
-        group = head_group(model.config)
+        group = InputGroup("norm", ("lm_head",), (), torch.arange(model.config.hidden_size))
         method: Literal["rtn", "gptq"] = "rtn" if config.method == "rtn" else "gptq"
         hessian_DD = _hessian(group, rows.observe_head())
-        if config.smooth_head:
-            smoothing["norm"], hessian_DD = smooth_head(model, hessian_DD, config.damping)
         reports += _quantize(model, group, hessian_DD, method, config.head, config.damping, None)
         report(len(reports), len(names), f"lm_head, output error {reports[-1].output_error:.2g}")
         check_fallbacks(reports, len(names), config.max_fallbacks)
     return Calibration(layers=reports, smoothing=smoothing)
-
-
-@torch.no_grad()
-def smooth_head(model: CausalLM, hessian_DD: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Folds `even_scales` into final norm and head, which is no longer tied; returns s, and H of the new inputs."""
-    scale_D = even_scales(model.lm_head.weight.detach(), hessian_DD, damping).cpu()
-    scale_D = fold(model, head_group(model.config), scale_D)
-    s_D = scale_D.to(hessian_DD)
-    return scale_D, hessian_DD / (s_D[:, None] * s_D)
 
 
 class _Rows:
@@ -251,6 +239,15 @@ def _smooth(model: CausalLM, group: InputGroup, inputs: InputStatistics, scheme:
     weights = [linear_at(model, name).weight.to(hessian_KK.dtype) for name in group.quantized]
     best = choose_scale(weights, [hessian_KK] * len(weights), scales_AP[:, group.owner_K].to(hessian_KK), scheme)
     return fold(model, group, scales_AP[best]), alphas[best]
+
+
+def _even_out(model: CausalLM, group: InputGroup, hessian_KK: Tensor, damping: float) -> Tensor:
+    """Folds the `even_scales` of a group, of a channel the geometric mean of those of its inputs; returns them."""
+    weight_NK = torch.cat([linear_at(model, name).weight.detach() for name in group.quantized])
+    log_K = even_scales(weight_NK, hessian_KK, damping).log().cpu()
+    count_P = torch.bincount(group.owner_K)
+    log_P = torch.bincount(group.owner_K, log_K) / count_P
+    return fold(model, group, log_P.exp())
 
 
 def _quantize(

@@ -60,11 +60,6 @@ def input_groups(config: ModelConfig, index: int) -> list[InputGroup]:
     ]
 
 
-def head_group(config: ModelConfig) -> InputGroup:
-    """The head behind the final norm. Drafters know it as it was: see `QuantizeConfig.smooth_head`."""
-    return InputGroup("norm", ("lm_head",), (), torch.arange(config.hidden_size))
-
-
 @torch.no_grad()
 def apply_smoothing(model: CausalLM, smoothing: Mapping[str, Tensor]) -> None:
     """Folds the scales of a `Calibration` into a dense model, in place; what it computes stays the same.
@@ -72,7 +67,6 @@ def apply_smoothing(model: CausalLM, smoothing: Mapping[str, Tensor]) -> None:
     ValueError, before anything is changed, for scales that do not belong to such a model.
     """
     groups = [group for i in range(model.config.num_layers) for group in input_groups(model.config, i)]
-    groups.append(head_group(model.config))
     widths = {group.producer: int(group.owner_K.max()) + 1 for group in groups}
     for name, scale_P in smoothing.items():
         if widths.get(name) != len(scale_P):
@@ -83,9 +77,7 @@ def apply_smoothing(model: CausalLM, smoothing: Mapping[str, Tensor]) -> None:
 
 
 def fold(model: CausalLM, group: InputGroup, scale_P: Tensor) -> Tensor:
-    """Moves s from the producer to the consumers; returns the s that they got. A tied head leaves its embedding."""
-    if "lm_head" in group.quantized and model.lm_head.weight is model.embed_tokens.weight:
-        model.lm_head.weight = nn.Parameter(model.embed_tokens.weight.detach().clone(), requires_grad=False)
+    """Moves s from the producer to the consumers; returns the s that they got."""
     producer = model.get_submodule(group.producer)
     if isinstance(producer, RMSNorm):
         weight_P, scale_P = fold_into_norm(producer.weight.cpu(), scale_P, producer.offset)

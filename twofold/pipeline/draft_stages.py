@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from twofold.data.conversations import load_conversations, pack
 from twofold.models import draft_quantization
@@ -21,10 +20,9 @@ from twofold.ops.kernels import Kernels
 from twofold.pipeline.digest import Json
 from twofold.pipeline.models import device, load_draft, load_frozen
 from twofold.pipeline.stage import StageContext
-from twofold.pipeline.target_stages import HELDOUT, SMOOTHING, TRAIN, With
+from twofold.pipeline.target_stages import HELDOUT, TRAIN, With
 from twofold.training.blocks import calibration_drafts, teacher_forced_acceptance
 from twofold.training.draft import DraftConfig, train_drafter
-from twofold.training.precision import Precision
 
 Metrics = dict[str, Json]
 
@@ -60,19 +58,8 @@ def pretrain(context: StageContext[With[Start]]) -> Metrics:
 
 def finetune(context: StageContext[DraftConfig]) -> Metrics:
     """Stage 2: weights-only warm start, full schedule, on the quantized target and its answers."""
-    drafter = pretrained(context)
+    drafter = load_draft(context.inputs["draft_pretrain"])
     return _train(drafter, load_frozen(context.inputs["pack"]), context, context.inputs["regenerate"], context.config)
-
-
-def pretrained(context: StageContext[Any], precision: Precision = "float32") -> Drafter:
-    """Stage 1's drafter, for the quantized target: where that target's head is smoothed, so is what comes before it."""
-    drafter = load_draft(context.inputs["draft_pretrain"], precision)
-    path = context.inputs["quantize"] / SMOOTHING
-    scale_D = load_file(str(path)).get("norm") if path.exists() else None
-    if scale_D is not None:
-        with torch.no_grad():
-            drafter.norm.weight.div_(scale_D.to(drafter.norm.weight))
-    return drafter
 
 
 def _train(

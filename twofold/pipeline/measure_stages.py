@@ -21,7 +21,6 @@ from twofold.models.drafter import Drafter
 from twofold.ops.sampling import Sampling
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.digest import Json, plain
-from twofold.pipeline.draft_stages import pretrained
 from twofold.pipeline.models import decode_precision, load_draft, load_frozen
 from twofold.pipeline.recipe import Recipe
 from twofold.pipeline.report import build_report
@@ -55,7 +54,7 @@ def evaluate(context: StageContext[With[EvaluateConfig]]) -> Metrics:
     categories = json.loads((context.inputs["prompts"] / CATEGORIES).read_text())[: config.prompts]
     quantized = load_draft(context.inputs["draft_quantize"], precision)
     drafters = {
-        "pretrain": pretrained(context, precision),
+        "pretrain": load_draft(context.inputs["draft_pretrain"], precision),
         "finetune": load_draft(context.inputs["draft_finetune"], precision),
         "gptq": without_window(quantized),
         "swa": quantized,

@@ -66,7 +66,7 @@ STAGES: tuple[Stage[Any], ...] = (
         version=1,
         config=lambda r: r.draft_finetune,
         run=finetune,
-        parents=("quantize", "pack", "regenerate", "draft_pretrain"),
+        parents=("pack", "regenerate", "draft_pretrain"),
     ),
     Stage(
         name="draft_quantize",

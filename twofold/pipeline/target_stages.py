@@ -127,7 +127,7 @@ def _heldout_rows(context: StageContext[With[DistillConfig]]) -> PackedRows:
 def save_quantized(model: CausalLM, made: Calibration, config: QuantizeConfig, source: Path, folder: Path) -> None:
     """A model of `quantize_target` as `student_of` reads it."""
     save_target(model, folder, source)
-    if config.method != "gptq" or made.smoothing:
+    if config.method != "gptq":
         save_file(made.smoothing, str(folder / SMOOTHING))
     (folder / LAYERS).write_text(json.dumps([asdict(layer) for layer in made.layers], indent=1))
 
@@ -135,7 +135,7 @@ def save_quantized(model: CausalLM, made: Calibration, config: QuantizeConfig, s
 def student_of(original: Path, quantized: Path, learn_scale: bool = False) -> CausalLM:
     """What distillation trains: the model of stage quantize, with master weights behind its grids.
 
-    Where it was rounded to nearest they are the original's, after what was folded; of GPTQ, which moved them, and of
+    Where it was rounded to nearest they are the original's, after what AWQ folded; of GPTQ, which moved them, and of
     an imported checkpoint they are the rounded weights.
     """
     model = load(quantized)
