@@ -67,11 +67,7 @@ IM_END = 2
 SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 PTQ = ("rtn", "awq", "gptq", "even")
 HEADS = {"head8": QuantScheme(bits=8, group_size=64), "head4": QuantScheme(bits=4, group_size=32)}
-QAD = (
-    "frozen",
-    "learned",
-    *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "")),
-)
+QAD = ("frozen", "learned", *(f"{head}{kind}" for head in HEADS for kind in ("-rounded", "-alone", "-fixed", "")))
 WHAT = ("original", *PTQ, *QAD)
 # Rows that answer IFEval's prompts.
 ANSWERED = ("original", "awq g32", "gptq g32", "frozen g32", "learned g32", "head8-rounded g32", "head4 g32")
