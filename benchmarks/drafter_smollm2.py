@@ -7,6 +7,9 @@ FOLDER is a Hugging Face folder of the model. CONVERSATIONS are JSON lines (.xz)
 the model itself; those whose prompt's SHA-256 is 0 modulo 50 are left out. FILE has JSON lines (.gz or not) with
 `prompt`, `question` or `turns`, and optionally `category`: what is measured on, never trained on.
 
+What drafters learn from is CONVERSATIONS ("given"), the INT4 target's own greedy answers to `--own-prompts` of the same
+prompts ("own"), or both.
+
 WORK keeps the INT4 target, its greedy answers, every trained drafter and every row, so that the rows can be made in
 several calls, also at the same time once "answers" is there: a call makes the rows of `--only`
 (all by default) that WORK does not have and that fit into `--seconds`, rewriting RESULT after each. `--only` takes
@@ -52,7 +55,7 @@ from twofold.models.draft_quantization import DraftQuantizeConfig, quantize_draf
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.drafter_config import DrafterConfig, DraftShape
-from twofold.models.drafter_start import start_from_target
+from twofold.models.drafter_start import start_from_target, with_markov_head
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.ops.sampling import Sampling
@@ -73,21 +76,25 @@ NOISE = "direct hard, from noise"  # the paper's, but for its stages
 BEST = "two stages best loss"
 LONGER = f"{BEST}, longer"  # what is quantized, windowed, given other heads and run
 WINDOWED = f"{LONGER}, window 512"
+MARKOV = f"{LONGER}, Markov head"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """`share` of the budget's steps, with `rows` times the rows, on the original target ("bf16") or the quantized one
-    ("int4"); `start` is the training that it goes on from; without one a drafter starts at the target's last layers, or
-    at `noise`. A loss of None is the best of the direct ones."""
+    ("int4"), from `text` ("given", "own" or "both"); `start` is the training that it goes on from, at `rate` times the
+    learning rate; without one a drafter starts at the target's last layers, or at `noise`. A loss of None is the best
+    of the direct ones."""
 
     target: str = "int4"
     loss: DraftLoss | None = HARD
     positions: str = "decay"
     share: float = 1.0
     rows: int = 1
+    text: str = "given"
     start: str | None = None
+    rate: float = 1.0
     noise: bool = False
     quantize: QuantScheme | None = None
     markov_rank: int = 0
@@ -105,21 +112,23 @@ DIRECT = {
 }
 
 
-def trainings(first: float, longer: float, rows: int, group_size: int) -> dict[str, Training]:
-    """`first`: stage 1's share of the budget; `longer`: how many budgets of steps, with `rows` times the rows, the best
-    recipe goes on for. In this order, since the later ones build on the earlier."""
+def trainings(first: float, longer: float, rows: int, text: str, group_size: int) -> dict[str, Training]:
+    """`first`: stage 1's share of the budget; `longer`: how many budgets of steps, with `rows` times the rows and on
+    `text`, the best recipe goes on for. In this order, since the later ones build on the earlier."""
     qat = QuantScheme(group_size=group_size)
     return {
         NOISE: Training(noise=True),
         **DIRECT,
         "direct best loss, Markov head": Training(loss=None, markov_rank=64),
+        "direct best loss, own answers": Training(loss=None, text="own"),
         "stage 1 hard": Training(target="bf16", share=first),
         "two stages hard": Training(share=1 - first, start="stage 1 hard"),
         "stage 1 best loss": Training(target="bf16", loss=None, share=first),
         BEST: Training(loss=None, share=1 - first, start="stage 1 best loss"),
         f"{BEST}, trained INT4": Training(loss=None, share=1 - first, start="stage 1 best loss", quantize=qat),
-        LONGER: Training(loss=None, share=longer, rows=rows, start=BEST),
-        WINDOWED: Training(loss=None, share=first, start=LONGER, window=512),
+        LONGER: Training(loss=None, share=longer, rows=rows, text=text, start=BEST, rate=0.25),
+        MARKOV: Training(loss=None, share=longer / 10, text=text, start=LONGER, rate=0.25, markov_rank=64),
+        WINDOWED: Training(loss=None, share=first, text=text, start=LONGER, rate=0.25, window=512),
     }
 
 
@@ -185,14 +194,27 @@ class Bench:
             print(f"{len(made)} conversations, {self.left():.0f} s left", flush=True)
         return load_conversations(path)
 
-    @cached_property
-    def text(self) -> PackedRows:
-        path = self.work / f"rows_{self.args.row_length}.safetensors"
+    def own_answers(self) -> list[Conversation]:
+        """The INT4 target's greedy answers to prompts of the conversations, evenly taken."""
+        path, told = self.work / "own.safetensors", self.conversations
         if not path.exists():
-            fits = [c for c in self.conversations if len(c.prompt_ids) + len(c.answer_ids) <= self.args.row_length]
+            number = min(self.args.own_prompts, len(told))
+            prompts = [told[i * len(told) // number].prompt_ids for i in range(number)]
+            config = GenerateConfig(max_new_tokens=self.args.own_tokens, temperature=0.0, batch_size=1024)
+            target = self.target("int4", dtype_of(self.args.precision))
+            save_conversations(generate(target, prompts, config, 0, self.progress("own answers")), path)
+        return load_conversations(path)
+
+    def text(self, kind: str) -> PackedRows:
+        path = self.work / f"rows_{kind}_{self.args.row_length}.safetensors"
+        if not path.exists():
+            told = self.conversations if kind == "given" else self.own_answers()
+            if kind == "both":
+                told = told + self.conversations
+            fits = [c for c in told if len(c.prompt_ids) + len(c.answer_ids) <= self.args.row_length]
             save_file(vars(pack(fits, self.args.row_length)), str(path))
         made = PackedRows(**load_file(str(path)))
-        print(f"{len(made)} rows of {self.args.row_length} tokens, {self.left():.0f} s left", flush=True)
+        print(f"{kind}: {len(made)} rows of {self.args.row_length} tokens, {self.left():.0f} s left", flush=True)
         return made
 
     @cached_property
@@ -241,7 +263,8 @@ class Bench:
         folder, ptq = self.work / "target", self.work / "target_ptq"
         if (folder / "config.json").exists():
             return folder
-        rows = self.text.select(torch.arange(min(32, len(self.text))))
+        text = self.text("given")
+        rows = text.select(torch.arange(min(32, len(text))))
         model = load_target(self.args.model, torch.float32, self.kernels).to(self.device)
         texts = rows.token_ids_NT, rows.positions_NT, rows.used_NT
         grid = QuantizeConfig(method="awq", group_size=self.args.group_size)
@@ -254,7 +277,7 @@ class Bench:
             optimizer=optimizer, batch_rows=16, row_length=self.args.row_length, precision=self.args.precision
         )
         teacher = self.target("bf16", dtype_of(self.args.precision))
-        distill(student, teacher, self.text, config, 0, NoCheckpoints(), self.progress("target"), dict)
+        distill(student, teacher, text, config, 0, NoCheckpoints(), self.progress("target"), dict)
         pack_linears(student)
         save_target(student, folder, self.args.model)
         print(f"INT4 target made, {self.left():.0f} s left", flush=True)
@@ -282,7 +305,7 @@ class Bench:
         return DraftConfig(
             optimizer=OptimizerConfig(
                 steps=steps,
-                learning_rate=self.args.learning_rate,
+                learning_rate=training.rate * self.args.learning_rate,
                 method=self.args.method,
                 checkpoint_every=10**9,
                 captured=self.args.captured,
@@ -310,6 +333,8 @@ class Bench:
         target = self.target(training.target, dtype_of(self.args.precision))
         if training.start is not None:
             drafter = self.drafter(training.start)
+            if training.markov_rank:
+                drafter = with_markov_head(drafter, training.markov_rank, 0)
         else:
             shape = DraftShape(
                 num_layers=self.args.layers,
@@ -328,7 +353,7 @@ class Bench:
                 start_from_target(drafter, target)
         if training.window is not None:
             drafter.config = replace(drafter.config, sliding_window=training.window)
-        text = self.text  # making it is no part of the time
+        text = self.text(training.text)  # making it is no part of the time
         began = time.monotonic()
         train_drafter(drafter, target, text, config, 0, NoCheckpoints(), self.progress(name), dict)
         seconds = time.monotonic() - began
@@ -338,6 +363,7 @@ class Bench:
             "target": training.target,
             "loss": asdict(config.loss),
             "weights": config.positions,
+            "text": training.text,
             "start": training.start or ("noise" if training.noise else "the target's last layers"),
             "steps": steps,
             "batch_rows": config.batch_rows,
@@ -384,7 +410,8 @@ class Bench:
     def write(self) -> None:
         settings = {k: v for k, v in vars(self.args).items() if k in SETTINGS}
         rows = {row["name"]: row for row in self.rows.all()}
-        best = max((row["accept_length"] for n, row in rows.items() if n.startswith("two stages")), default=None)
+        recipes = [n for n in rows if n.startswith("two stages") and n != MARKOV]  # whose time is in the row "latency"
+        best = max((rows[n]["accept_length"] for n in recipes), default=None)
         kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BEST}, trained INT4"]
         quantized = [rows[name]["over_dense"] for name in kinds if name in rows]
         result = {
@@ -428,7 +455,8 @@ def trained_row(bench: Bench, name: str, training: Training) -> None:
 
 def quantized_row(bench: Bench, name: str, method: str) -> None:
     drafter, target = bench.drafter(LONGER), bench.target("int4")
-    rows = bench.text.select(bench.text.batch(min(256, 4 * bench.args.batch_rows), 0, 0)).to(bench.device)
+    text = bench.text(bench.args.longer_text)
+    rows = text.select(text.batch(min(256, 4 * bench.args.batch_rows), 0, 0)).to(bench.device)
     config = DraftQuantizeConfig(method=method.lower(), group_size=bench.args.group_size)  # type: ignore[arg-type]
     began = time.monotonic()
     reports = quantize_drafter(drafter, calibration_drafts(drafter, target, rows, 16, 0), config, quiet)
@@ -487,9 +515,8 @@ def latency_row(bench: Bench, name: str) -> None:
     target = bench.target("int4")
     counts = count_tokens((c.answer_ids for c in bench.conversations), target.config.vocab_size)
     variants = {"plain": Variant(target, None), "own head": Variant(target, bench.drafter(LONGER).freeze())}
-    markov = "direct best loss, Markov head"
-    if (bench.folder(markov) / "config.json").exists():
-        variants["Markov head"] = Variant(target, bench.drafter(markov).freeze())
+    if (bench.folder(MARKOV) / "config.json").exists():
+        variants["Markov head"] = Variant(target, bench.drafter(MARKOV).freeze())
     for head, config in HEADS.items():
         if config.rows is None or config.rows < target.config.vocab_size:
             drafter = bench.drafter(LONGER)
@@ -509,7 +536,8 @@ def answers_row(bench: Bench, name: str) -> None:
 
 def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
     rows: dict[str, Callable[[Bench], None]] = {"answers": lambda bench: answers_row(bench, "answers")}
-    for name, training in trainings(args.first_share, args.longer, args.longer_rows, args.group_size).items():
+    made = trainings(args.first_share, args.longer, args.longer_rows, args.longer_text, args.group_size)
+    for name, training in made.items():
         rows[name] = lambda bench, n=name, t=training: trained_row(bench, n, t)
     for method in QUANTIZED:
         name = f"drafter {method}"
@@ -526,9 +554,9 @@ def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
 
 
 SETTINGS = (
-    "steps", "first_share", "longer", "longer_rows", "method", "learning_rate", "batch_rows", "row_length", "anchors",
-    "block", "gamma", "layers", "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens",
-    "per_file", "precision",
+    "steps", "first_share", "longer", "longer_rows", "longer_text", "own_prompts", "own_tokens", "method",
+    "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma", "layers", "intermediate", "taps",
+    "mask_token", "distill_steps", "group_size", "max_tokens", "per_file", "precision",
 )  # fmt: skip
 
 
@@ -547,6 +575,9 @@ def main() -> None:
     parser.add_argument("--first-share", type=float, default=0.5, help="of the steps, for stage 1")
     parser.add_argument("--longer", type=float, default=6.0, help="budgets of steps that the best recipe goes on for")
     parser.add_argument("--longer-rows", type=int, default=1, help="times the rows of its steps")
+    parser.add_argument("--longer-text", choices=("given", "own", "both"), default="both", help="that it learns from")
+    parser.add_argument("--own-prompts", type=int, default=40_000, help="that the INT4 target answers itself")
+    parser.add_argument("--own-tokens", type=int, default=256, help="of an answer at most")
     parser.add_argument("--method", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--batch-rows", type=int, default=8)

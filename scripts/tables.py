@@ -75,8 +75,9 @@ def draft_rows(result: dict[str, Any]) -> str:
         if "over_dense" in row:
             least, most = row["over_dense_interval"]
             over = f"{row['over_dense']:.3f} ({least:.3f} to {most:.3f})"
+        when = f" ({row['date']})" if "date" in row else ""
         lines.append(
-            f"| {row['name']} | {what} | {row.get('start', '')} | {row.get('steps', '')} | "
+            f"| {row['name']}{when} | {what} | {row.get('start', '')} | {row.get('steps', '')} | "
             f"{row['accept_length']:.2f} ({low:.2f} to {high:.2f}) | {over} |"
         )
     return "\n".join(lines) + "\n"

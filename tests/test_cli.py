@@ -214,7 +214,7 @@ def test_an_interrupted_bench_goes_on_from_its_file(
     assert main([*command, "--seconds", "1e9"]) == 0  # its time is no part of what is measured
     whole = json.loads(file.read_text())
     assert whole["complete"] is True
-    assert len(whole["ledger"]) == 6
+    assert len(whole["ledger"]) == 7
     assert whole["ledger"][0] == kept["ledger"][0]
     assert whole["command"].endswith("--seconds 1e9")
     assert os.listdir(file.parent) == ["engine.json"]

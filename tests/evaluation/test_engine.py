@@ -42,7 +42,7 @@ def test_a_block_cannot_gain_more_than_itself(length: float) -> None:
 
 
 def test_cycles_gain_what_was_drawn() -> None:
-    *_, (_, target, drafter) = variants(TINY, Kernels.reference(), CPU, torch.float32)
+    *_, (_, target, drafter), _ = variants(TINY, Kernels.reference(), CPU, torch.float32)
     assert drafter is not None
     counts = torch.tensor([3, 0, 7, 2])
     captured = CapturedCycle(target, drafter, 80, Sampling(), batch_size=2, accept=ForcedAcceptance(counts, CPU))
@@ -56,7 +56,7 @@ def test_cycles_gain_what_was_drawn() -> None:
 
 
 def test_a_timing_hangs_together() -> None:
-    *_, (_, target, drafter) = variants(TINY, Kernels.cpu(), CPU, torch.float32)
+    *_, (_, target, drafter), _ = variants(TINY, Kernels.cpu(), CPU, torch.float32)
     assert drafter is not None
     forced = ForcedAcceptance(torch.tensor([2]), CPU)
     timing = time_answers(CapturedCycle(target, drafter, 40, Sampling(), accept=forced), 10, 22, 0, 1)
@@ -73,24 +73,24 @@ def test_the_whole_of_it_on_a_tiny_shape() -> None:
     found = measure_engine(TINY, config, Kernels.cpu(), CPU, torch.float32, lines.append)
     assert json.loads(json.dumps(found)) == found
     assert LABEL in lines[0]
-    names = ["BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head"]
+    names = ["BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head", "all INT4, plain"]
     assert [row["name"] for row in found["ledger"]] == names
     assert found["complete"] is True
     assert {figures["process"] for row in found["ledger"] for figures in row["settings"].values()} == {1}
     assert found["kind"] == LABEL
     assert found["setting"] == "12/6"
     assert found["bf16_ms_per_token"] == found["ledger"][0]["settings"]["12/6"]["ms_per_token"]
-    assert found["cycle_ms"] == found["ledger"][-1]["cycle_ms"]
+    assert found["cycle_ms"] == found["ledger"][5]["cycle_ms"]
     assert list(found["total_ms"]) == list(found["ttft_ms"]) == ["8/10", "12/6", "20/6"]
     read = [row["bytes"] for row in found["ledger"]]
     assert read[1] < read[0]
-    assert read[5] < read[4] <= read[3] < read[2]
+    assert read[6] < read[5] < read[4] <= read[3] < read[2]
     places = [(cycle["batch"], cycle["context"]) for cycle in found["cycles"]["speculative"]]
     assert places == [(1, 30), (1, 2048), (2, 2048)]
 
 
 SMALL = EngineBench(accept_length=3.0, settings=((8, 10), (12, 6)), batches=(1, 2), warm_ups=0, runs=1)
-PIECES = 6 * 2 + 3 * 2  # rows and settings; three rows and batches
+PIECES = 7 * 2 + 3 * 2  # rows and settings; three rows and batches
 
 
 def measure(config: EngineBench = SMALL, **more: Any) -> Result:
@@ -165,7 +165,7 @@ def test_no_piece_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch
     found = measure(config, deadline=130.5, clock=lambda: now, say=lines.append)
     assert [list(row["settings"]) for row in found["ledger"]] == [["8/10", "12/6", "20/6"], ["8/10"]]
     assert found["complete"] is False
-    assert "14 of 18 pieces are missing, the longest took 10 s; the same command goes on" in lines[-1]
+    assert "17 of 21 pieces are missing, the longest took 10 s; the same command goes on" in lines[-1]
     # a later process knows how long they took, and begins none either
     again = measure(config, earlier=found, deadline=now + 9.9, clock=lambda: now, say=lines.append)
     assert again["ledger"] == found["ledger"]
@@ -235,7 +235,7 @@ def table(result: Result) -> list[str]:
 
 def test_the_result_has_what_its_table_shows(uninterrupted: Result) -> None:
     drawn = table(uninterrupted)
-    assert sum(line.startswith("| 8/10 | ") for line in drawn) == 6
+    assert sum(line.startswith("| 8/10 | ") for line in drawn) == 7
     assert sum("| 2 | 2,048 |" in line for line in drawn) == 3
     assert not any("complete" in line or "process" in line for line in drawn)
     assert {line.count("|") for line in drawn if line.startswith("| 8/10 | ")} == {10}

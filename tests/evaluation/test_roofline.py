@@ -88,7 +88,7 @@ def test_floors_of_the_4b_shape_are_those_known() -> None:
     rows = {row.name: row for row in predict(shape, GPUS["h200"], 64, 2, 5.03)}
     assert rows["+ INT4 drafter"].gigabytes / 4.2 == pytest.approx(1.15, abs=0.05)
     assert rows["+ INT4 head"].gigabytes / 4.2 == pytest.approx(0.70, abs=0.06)
-    order = [row.total_ms for row in predict(shape, GPUS["a10g"], 64, 128, 5.03)]
+    order = [row.total_ms for row in predict(shape, GPUS["a10g"], 64, 128, 5.03) if row.name != roofline.PLAIN]
     assert order == sorted(order, reverse=True)
 
 

@@ -27,6 +27,7 @@ from twofold.models.draft_head import DraftHeadConfig, make_draft_head
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter, save_drafter
 from twofold.models.drafter_config import DrafterConfig
+from twofold.models.drafter_start import with_markov_head
 from twofold.models.markov_head import MarkovHead
 from twofold.ops.sampling import Sampling
 from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, teacher_forced_acceptance
@@ -76,6 +77,17 @@ def test_it_begins_without_a_bias_and_as_the_same_drafter() -> None:
     assert made.markov_head.before.weight.any()
     state = made.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
+
+
+def test_a_trained_drafter_guesses_as_before_when_it_is_given_one() -> None:
+    target, plain = pair()
+    made = with_markov_head(plain, RANK, 0)
+    assert made.config == replace(plain.config, markov_rank=RANK)
+    wanted = list(decode(target, plain, prompt(7), 24, Sampling()))
+    found = list(decode(target, made, prompt(7), 24, Sampling()))
+    assert [cycle.token_ids for cycle in found] == [cycle.token_ids for cycle in wanted]
+    assert made.markov_head is not None
+    assert made.markov_head.before.weight.any()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))

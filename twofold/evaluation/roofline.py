@@ -86,7 +86,8 @@ GPUS = {
     ),
 }
 
-ROWS = ("BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head", "+ W4A8 prefill")
+PLAIN = "all INT4, plain"  # the target of the step before, without a drafter
+ROWS = ("BF16", "INT4 target", "+ BF16 drafter", "+ INT4 drafter", "+ SWA", "+ INT4 head", PLAIN, "+ W4A8 prefill")
 
 # Assumptions, beside the data sheet's peaks: what is left of them, and what a kernel in a captured graph costs.
 BANDWIDTH_SHARE = 4.2 / 4.8  # a copy on an H200, measured
@@ -241,6 +242,7 @@ def variants(
     yield "+ SWA", target, drafter
     target = random_target(config, kernels, device, dtype, shape.scheme, QuantScheme(group_size=32))
     yield "+ INT4 head", target, drafter
+    yield PLAIN, target, None
     eight_bits = kernels.with_fp8_prefill(device) if device.type == "cuda" else None
     if eight_bits is not None:
         del target

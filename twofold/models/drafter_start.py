@@ -4,6 +4,8 @@ A draft layer is a layer of the target that looks at another context. Those of t
 already turn a state that knows the last token into one that guesses the next, and write it where the head reads.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -52,3 +54,16 @@ def start_from_target(drafter: Drafter, target: CausalLM) -> list[str]:
     drafter.fc.weight.mul_(NOISE)
     drafter.fc.weight[:, -size:] += torch.eye(size, device=drafter.device)
     return [*taken, "fc.weight"]
+
+
+@torch.no_grad()
+def with_markov_head(drafter: Drafter, rank: int, seed: int) -> Drafter:
+    """The same drafter with a new Markov head (see `markov_head`), whose bias is zero: it guesses what it did before.
+
+    `drafter` has no Markov head and no draft head, and its layers are not packed.
+    """
+    made = Drafter.initialized(replace(drafter.config, markov_rank=rank), seed, drafter.kernels).to(drafter.device)
+    lacking, unknown = made.load_state_dict(drafter.state_dict(), strict=False)
+    assert all(name.startswith("markov_head.") for name in lacking)
+    assert not unknown
+    return made

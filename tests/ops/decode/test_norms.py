@@ -34,6 +34,16 @@ def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(norms_triton.silu_mul(both), norms.silu_mul(both), **close)
 
 
+@pytest.mark.gpu
+def test_a_prefill_of_many_prompts_has_more_rows_than_a_grid_is_high() -> None:
+    from twofold.ops.decode import norms_triton
+
+    x = torch.randn(70_000, 16, device=DEVICE, dtype=torch.bfloat16)
+    torch.testing.assert_close(norms_triton.silu_mul(x), norms.silu_mul(x), **tolerance(x.dtype))
+    w = torch.ones(16, device=DEVICE, dtype=x.dtype)
+    torch.testing.assert_close(norms_triton.rms_norm(x, w, 1e-6), plain.rms_norm(x, w, 1e-6), **tolerance(x.dtype))
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_norm_of_heads(dtype: torch.dtype) -> None:

@@ -103,8 +103,8 @@ def add_rms_norm(
 @triton.jit
 def _silu_mul_kernel(x_ptr, y_ptr, x_m, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     in_turn(OVERLAP)
-    m = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + m * x_m + d, mask=d < width, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + m * x_m + width + d, mask=d < width, other=0.0).to(tl.float32)
     tl.store(y_ptr + m * width + d, (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty), mask=d < width)
@@ -115,7 +115,7 @@ def silu_mul(gate_up_MD: Tensor, *, overlap: bool = False) -> Tensor:
     rows, width = gate_up_MD.shape[0], gate_up_MD.shape[1] // 2
     assert gate_up_MD.stride(-1) == 1
     y = gate_up_MD.new_empty(rows, width)
-    _silu_mul_kernel[(triton.cdiv(width, 1024), rows)](
+    _silu_mul_kernel[(rows, triton.cdiv(width, 1024))](  # a grid's first size alone may exceed 65,535
         gate_up_MD, y, gate_up_MD.stride(0), width, 1024, overlap, num_warps=4, **options(overlap)
     )
     return y
