@@ -71,7 +71,8 @@ def compare(got: Sequence[Cycle], wanted: Sequence[Cycle], block: int) -> dict[s
         best = scores[same].float().topk(2).values
         found["gap"] = float(best[0] - best[1])
     within = (len(theirs) - block if same is None else same - block) + 1  # cycles that end before
-    found["accepted_equal"] = counts(got, within) == counts(wanted, within)
+    found["accepted"], found["reference_accepted"] = counts(got, within), counts(wanted, within)
+    found["accepted_equal"] = found["accepted"] == found["reference_accepted"]
     return found
 
 
