@@ -511,7 +511,8 @@ def engine_row(bench: Bench, name: str) -> None:
 
 
 def latency_row(bench: Bench, name: str) -> None:
-    """Milliseconds a token in the decode loop, with the target's own head and the others; eager, one sequence."""
+    """Milliseconds a token in the decode loop, with the target's own head and the others: captured cycles of one
+    sequence, in float32."""
     target = bench.target("int4")
     counts = count_tokens((c.answer_ids for c in bench.conversations), target.config.vocab_size)
     variants = {"plain": Variant(target, None), "own head": Variant(target, bench.drafter(LONGER).freeze())}
