@@ -5,8 +5,8 @@
 Each time is that of a launch inside a captured CUDA graph, which goes through copies of the weights (or states, or
 caches) of 200 MB and more, so that they come from memory and not from the L2 cache; median of 9 replays. `floor` is the
 bytes that must be read and written over 4.2 TB/s. `error` is relative, against float32. For products `us` has the
-division of work that `choose` gives, `overlapped` the same with programmatic dependent launch, and `best` the fastest
-of those tried.
+division of work that `choose` gives, `overlapped` the same with programmatic dependent launch, `in_l2` that over the
+same weights again and again, and `best` the fastest of those tried.
 """
 
 import argparse
@@ -140,9 +140,10 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
             extra["tail"] = random_weight(TAILS[name], inputs, 16, 0, False)
         fused = Fused(norm=normed, residual=added, tail=name in TAILS)
 
-        def times(config: Config, overlap: bool, weights: list = weights, x: Tensor = x, extra: dict = extra) -> float:
-            calls = [partial(linear_cuda.packed_linear, x, w, config=config, overlap=overlap, **extra) for w in weights]
-            return microseconds(calls)
+        product = partial(linear_cuda.packed_linear, x, **extra)
+
+        def times(config: Config, overlap: bool, weights: list = weights, product: Callable = product) -> float:
+            return microseconds([partial(product, weight=w, config=config, overlap=overlap) for w in weights])
 
         whole = name in TAILS
         chosen = choose(first, rows, whole, most_shared(0))
@@ -154,6 +155,7 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
         results[name] = {
             "us": times(chosen, False),
             "overlapped": times(chosen, True),
+            "in_l2": times(chosen, True, weights[:1]),
             "floor": first.num_bytes / BANDWIDTH * 1e6,
             "cublas_bf16": microseconds([partial(F.linear, x, w) for w in others]),
             "error": relative(linear_cuda.packed_linear(x, first, **extra), expected),
@@ -163,7 +165,7 @@ def products(rows: int, sweep: bool) -> dict[str, Any]:
             all_times = [(times(config, True), config) for config in tried]
             best = min(all_times, key=lambda pair: pair[0])
             results[name] |= {"best": best[0], "best_config": asdict(best[1]), "tried": named(all_times)}
-    for key in ("us", "overlapped", "floor", "cublas_bf16", *(["best"] if sweep else [])):
+    for key in ("us", "overlapped", "in_l2", "floor", "cublas_bf16", *(["best"] if sweep else [])):
         results.setdefault("sum of a target pass", {})[key] = sum(
             PRODUCTS[name][-1] * result[key] for name, result in results.items() if name in PRODUCTS
         )

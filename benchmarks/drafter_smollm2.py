@@ -8,7 +8,8 @@ the model itself; those whose prompt's SHA-256 is 0 modulo 50 are left out. FILE
 `prompt`, `question` or `turns`, and optionally `category`: what is measured on, never trained on.
 
 What drafters learn from is CONVERSATIONS ("given"), the INT4 target's own greedy answers to `--own-prompts` of the same
-prompts ("own"), or both.
+prompts ("own"), or both. They are short: of the longer trainings every `--whole`-th row is one document, conversation
+after conversation, so that contexts as long as a row are seen. `--kept` goes on from a drafter of an earlier run.
 
 WORK keeps the INT4 target, its greedy answers, every trained drafter and every row, so that the rows can be made in
 several calls, also at the same time once "answers" is there: a call makes the rows of `--only`
@@ -77,15 +78,17 @@ BEST = "two stages best loss"
 LONGER = f"{BEST}, longer"  # what is quantized, windowed, given other heads and run
 WINDOWED = f"{LONGER}, window 512"
 MARKOV = f"{LONGER}, Markov head"
+ROUNDED = f"{LONGER}, trained INT4"
+KEPT = "an earlier run's"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`share` of the budget's steps, with `rows` times the rows, on the original target ("bf16") or the quantized one
-    ("int4"), from `text` ("given", "own" or "both"); `start` is the training that it goes on from, at `rate` times the
-    learning rate; without one a drafter starts at the target's last layers, or at `noise`. A loss of None is the best
-    of the direct ones."""
+    """`share` of the budget's steps, each of as many tokens times `rows`, on the original target ("bf16") or the
+    quantized one ("int4"), from `text` ("given", "own" or "both") in rows of `length` tokens, every `whole`-th one
+    document; `start` is the training that it goes on from, at `rate` times the learning rate; without one a drafter
+    starts at the target's last layers, or at `noise`. A loss of None is the best of the direct ones."""
 
     target: str = "int4"
     loss: DraftLoss | None = HARD
@@ -93,6 +96,8 @@ class Training:
     share: float = 1.0
     rows: int = 1
     text: str = "given"
+    length: int | None = None
+    whole: int = 0
     start: str | None = None
     rate: float = 1.0
     noise: bool = False
@@ -112,10 +117,19 @@ DIRECT = {
 }
 
 
-def trainings(first: float, longer: float, rows: int, text: str, group_size: int) -> dict[str, Training]:
-    """`first`: stage 1's share of the budget; `longer`: how many budgets of steps, with `rows` times the rows and on
-    `text`, the best recipe goes on for. In this order, since the later ones build on the earlier."""
-    qat = QuantScheme(group_size=group_size)
+def trainings(args: argparse.Namespace) -> dict[str, Training]:
+    """In this order, since the later ones build on the earlier."""
+    first, qat = args.first_share, QuantScheme(group_size=args.group_size)
+    goes_on = Training(
+        loss=None,
+        share=args.longer,
+        rows=args.longer_rows,
+        text=args.longer_text,
+        length=args.longer_length,
+        whole=args.whole,
+        start=LONGER,
+        rate=0.25,
+    )
     return {
         NOISE: Training(noise=True),
         **DIRECT,
@@ -126,9 +140,10 @@ def trainings(first: float, longer: float, rows: int, text: str, group_size: int
         "stage 1 best loss": Training(target="bf16", loss=None, share=first),
         BEST: Training(loss=None, share=1 - first, start="stage 1 best loss"),
         f"{BEST}, trained INT4": Training(loss=None, share=1 - first, start="stage 1 best loss", quantize=qat),
-        LONGER: Training(loss=None, share=longer, rows=rows, text=text, start=BEST, rate=0.25),
-        MARKOV: Training(loss=None, share=longer / 10, text=text, start=LONGER, rate=0.25, markov_rank=64),
-        WINDOWED: Training(loss=None, share=first, text=text, start=LONGER, rate=0.25, window=512),
+        LONGER: replace(goes_on, start=BEST if args.kept is None else KEPT),
+        MARKOV: replace(goes_on, share=args.longer / 10, markov_rank=64),
+        WINDOWED: replace(goes_on, share=first, window=512),
+        ROUNDED: replace(goes_on, share=1.0, rate=0.1, quantize=qat),
     }
 
 
@@ -195,26 +210,32 @@ class Bench:
         return load_conversations(path)
 
     def own_answers(self) -> list[Conversation]:
-        """The INT4 target's greedy answers to prompts of the conversations, evenly taken."""
+        """The INT4 target's greedy answers to prompts of the conversations, evenly taken, but for long ones."""
         path, told = self.work / "own.safetensors", self.conversations
         if not path.exists():
             number = min(self.args.own_prompts, len(told))
             prompts = [told[i * len(told) // number].prompt_ids for i in range(number)]
-            config = GenerateConfig(max_new_tokens=self.args.own_tokens, temperature=0.0, batch_size=1024)
+            prompts = [ids for ids in prompts if len(ids) + self.args.own_tokens <= self.args.row_length // 2]
+            config = GenerateConfig(
+                max_new_tokens=self.args.own_tokens, temperature=0.0, batch_size=self.args.own_batch
+            )
             target = self.target("int4", dtype_of(self.args.precision))
             save_conversations(generate(target, prompts, config, 0, self.progress("own answers")), path)
         return load_conversations(path)
 
-    def text(self, kind: str) -> PackedRows:
-        path = self.work / f"rows_{kind}_{self.args.row_length}.safetensors"
+    def text(self, kind: str, length: int | None = None, whole: int = 0) -> PackedRows:
+        length = length or self.args.row_length
+        path = self.work / f"rows_{kind}_{length}.safetensors"
         if not path.exists():
             told = self.conversations if kind == "given" else self.own_answers()
             if kind == "both":
                 told = told + self.conversations
-            fits = [c for c in told if len(c.prompt_ids) + len(c.answer_ids) <= self.args.row_length]
-            save_file(vars(pack(fits, self.args.row_length)), str(path))
+            fits = [c for c in told if len(c.prompt_ids) + len(c.answer_ids) <= length]
+            save_file(vars(pack(fits, length)), str(path))
         made = PackedRows(**load_file(str(path)))
-        print(f"{kind}: {len(made)} rows of {self.args.row_length} tokens, {self.left():.0f} s left", flush=True)
+        if whole:
+            made.positions_NT[::whole] = torch.arange(length)
+        print(f"{kind}: {len(made)} rows of {length} tokens, {self.left():.0f} s left", flush=True)
         return made
 
     @cached_property
@@ -302,6 +323,7 @@ class Bench:
             best = self.best_direct()
             loss, positions = DraftLoss(**best["loss"]), best["weights"]
         steps = max(1, round(training.share * self.args.steps))
+        length = training.length or self.args.row_length
         return DraftConfig(
             optimizer=OptimizerConfig(
                 steps=steps,
@@ -313,9 +335,9 @@ class Bench:
             loss=loss,
             positions=positions,  # type: ignore[arg-type]
             gamma=self.args.gamma,
-            batch_rows=training.rows * self.args.batch_rows,
-            row_length=self.args.row_length,
-            anchors=self.args.anchors,
+            batch_rows=max(1, training.rows * self.args.batch_rows * self.args.row_length // length),
+            row_length=length,
+            anchors=self.args.anchors * length // self.args.row_length,
             precision=self.args.precision,
             vocab_chunk=65_536,
             quantize=training.quantize,
@@ -331,29 +353,20 @@ class Bench:
     def train(self, name: str, training: Training) -> tuple[Drafter, dict[str, Any]]:
         config = self.config(training)
         target = self.target(training.target, dtype_of(self.args.precision))
-        if training.start is not None:
+        if training.start == KEPT:
+            drafter = self.new_drafter(target, training)
+            drafter.load_state_dict(load_file(str(self.args.kept)))
+        elif training.start is not None:
             drafter = self.drafter(training.start)
             if training.markov_rank:
                 drafter = with_markov_head(drafter, training.markov_rank, 0)
         else:
-            shape = DraftShape(
-                num_layers=self.args.layers,
-                intermediate_size=self.args.intermediate,
-                num_heads=target.config.num_heads,
-                num_kv_heads=target.config.num_kv_heads,
-                head_dim=target.config.head_dim,
-                block_size=self.args.block,
-                mask_token_id=self.args.mask_token,
-                target_layer_ids=tuple(self.args.taps),
-                markov_rank=training.markov_rank,
-            )
-            made = DrafterConfig.for_target(target.config, shape)
-            drafter = Drafter.initialized(made, 0, self.kernels).to(self.device)
+            drafter = self.new_drafter(target, training)
             if not training.noise:
                 start_from_target(drafter, target)
         if training.window is not None:
             drafter.config = replace(drafter.config, sliding_window=training.window)
-        text = self.text(training.text)  # making it is no part of the time
+        text = self.text(training.text, training.length, training.whole)  # making it is no part of the time
         began = time.monotonic()
         train_drafter(drafter, target, text, config, 0, NoCheckpoints(), self.progress(name), dict)
         seconds = time.monotonic() - began
@@ -364,6 +377,8 @@ class Bench:
             "loss": asdict(config.loss),
             "weights": config.positions,
             "text": training.text,
+            "row_length": config.row_length,
+            "whole": training.whole,
             "start": training.start or ("noise" if training.noise else "the target's last layers"),
             "steps": steps,
             "batch_rows": config.batch_rows,
@@ -371,6 +386,21 @@ class Bench:
             "tokens_per_s": round(steps * config.batch_rows * config.row_length / seconds),
         }
         return self.drafter(name), about
+
+    def new_drafter(self, target: CausalLM, training: Training) -> Drafter:
+        shape = DraftShape(
+            num_layers=self.args.layers,
+            intermediate_size=self.args.intermediate,
+            num_heads=target.config.num_heads,
+            num_kv_heads=target.config.num_kv_heads,
+            head_dim=target.config.head_dim,
+            block_size=self.args.block,
+            mask_token_id=self.args.mask_token,
+            target_layer_ids=tuple(self.args.taps),
+            markov_rank=training.markov_rank,
+        )
+        made = DrafterConfig.for_target(target.config, shape)
+        return Drafter.initialized(made, 0, self.kernels).to(self.device)
 
     # rows
 
@@ -410,15 +440,16 @@ class Bench:
     def write(self) -> None:
         settings = {k: v for k, v in vars(self.args).items() if k in SETTINGS}
         rows = {row["name"]: row for row in self.rows.all()}
-        recipes = [n for n in rows if n.startswith("two stages") and n != MARKOV]  # whose time is in the row "latency"
+        recipes = [n for n in rows if n.startswith(BEST) and n != MARKOV]  # whose time is in the row "latency"
         best = max((rows[n]["accept_length"] for n in recipes), default=None)
-        kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BEST}, trained INT4"]
+        kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BEST}, trained INT4", ROUNDED]
         quantized = [rows[name]["over_dense"] for name in kinds if name in rows]
         result = {
             "command": "python benchmarks/drafter_smollm2.py --model FOLDER --conversations CONVERSATIONS --prompts "
             "PROMPTS --work WORK --out RESULT "
             + " ".join(f"--{k.replace('_', '-')} {text_of(v)}" for k, v in settings.items())
-            + (" --captured" if self.args.captured else " --no-captured"),
+            + (" --captured" if self.args.captured else " --no-captured")
+            + ("" if self.args.kept is None else " --kept WEIGHTS"),
             "date": datetime.now(UTC).date().isoformat(),
             "environment": {
                 "hardware": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
@@ -449,7 +480,7 @@ def trained_row(bench: Bench, name: str, training: Training) -> None:
     drafter, about = bench.train(name, training)
     found = bench.acceptance(drafter)
     if training.quantize is not None:
-        about |= bench.over(BEST, found)
+        about |= bench.over(LONGER if name == ROUNDED else BEST, found)
     bench.row(name, found, about)
 
 
@@ -482,10 +513,13 @@ def head_row(bench: Bench, name: str, config: DraftHeadConfig) -> None:
 
 
 def window_row(bench: Bench, name: str, window: int | None) -> None:
-    """Post hoc, on long contexts."""
+    """Post hoc, on long contexts, or on the questions as they are."""
     drafter = bench.drafter(LONGER)
     drafter.config = replace(drafter.config, sliding_window=window)
-    bench.row(name, bench.acceptance(drafter, "long"), {"context": bench.args.long_context})
+    if name.startswith(LONGER):
+        bench.row(name, bench.acceptance(drafter), {})
+    else:
+        bench.row(name, bench.acceptance(drafter, "long"), {"context": bench.args.long_context})
 
 
 def trained_window_row(bench: Bench, name: str) -> None:
@@ -537,8 +571,7 @@ def answers_row(bench: Bench, name: str) -> None:
 
 def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
     rows: dict[str, Callable[[Bench], None]] = {"answers": lambda bench: answers_row(bench, "answers")}
-    made = trainings(args.first_share, args.longer, args.longer_rows, args.longer_text, args.group_size)
-    for name, training in made.items():
+    for name, training in trainings(args).items():
         rows[name] = lambda bench, n=name, t=training: trained_row(bench, n, t)
     for method in QUANTIZED:
         name = f"drafter {method}"
@@ -546,8 +579,9 @@ def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
     for head, config in HEADS.items():
         rows[f"head {head}"] = lambda bench, n=f"head {head}", c=config: head_row(bench, n, c)
     for window in WINDOWS:
-        name = f"window {'full' if window is None else window}"
-        rows[name] = lambda bench, n=name, w=window: window_row(bench, n, w)
+        names = ["window full"] if window is None else [f"window {window}", f"{LONGER}, window {window} post hoc"]
+        for name in names:
+            rows[name] = lambda bench, n=name, w=window: window_row(bench, n, w)
     rows["window 512, trained in"] = lambda bench: trained_window_row(bench, "window 512, trained in")
     rows["engine"] = lambda bench: engine_row(bench, "engine")
     rows["latency"] = lambda bench: latency_row(bench, "latency")
@@ -555,9 +589,9 @@ def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
 
 
 SETTINGS = (
-    "steps", "first_share", "longer", "longer_rows", "longer_text", "own_prompts", "own_tokens", "method",
-    "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma", "layers", "intermediate", "taps",
-    "mask_token", "distill_steps", "group_size", "max_tokens", "per_file", "precision",
+    "steps", "first_share", "longer", "longer_rows", "longer_text", "longer_length", "whole", "own_prompts",
+    "own_tokens", "method", "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma", "layers",
+    "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens", "per_file", "precision",
 )  # fmt: skip
 
 
@@ -577,7 +611,11 @@ def main() -> None:
     parser.add_argument("--longer", type=float, default=6.0, help="budgets of steps that the best recipe goes on for")
     parser.add_argument("--longer-rows", type=int, default=1, help="times the rows of its steps")
     parser.add_argument("--longer-text", choices=("given", "own", "both"), default="both", help="that it learns from")
+    parser.add_argument("--longer-length", type=int, default=1024, help="tokens of its rows, of which it has as many")
+    parser.add_argument("--whole", type=int, default=0, help="every so many of these rows are one document (0: none)")
+    parser.add_argument("--kept", type=Path, metavar="WEIGHTS", help="safetensors that it starts from")
     parser.add_argument("--own-prompts", type=int, default=40_000, help="that the INT4 target answers itself")
+    parser.add_argument("--own-batch", type=int, default=4096, help="answers at a time")
     parser.add_argument("--own-tokens", type=int, default=256, help="of an answer at most")
     parser.add_argument("--method", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=1e-2)

@@ -82,17 +82,18 @@ def _divergence_kernel(z_ptr, t_ptr, value_ptr, vocabulary, KIND: tl.constexpr, 
 
 
 @triton.jit
-def _cross_entropy_kernel(z_ptr, label_ptr, value_ptr, vocabulary, BLOCK: tl.constexpr):
+def _cross_entropy_kernel(z_ptr, label_ptr, value_ptr, vocabulary, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * vocabulary
     label = tl.load(label_ptr + row)
     norm = _norm(z_ptr, vocabulary, BLOCK)
     tl.store(value_ptr + row, norm - tl.load(z_ptr + label).to(tl.float32))
-    tl.debug_barrier()  # the label's logit is read before it is overwritten
-    for start in range(0, vocabulary, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        slope = tl.exp(_row(z_ptr, v, vocabulary, 0.0) - norm) - tl.where(v == label, 1.0, 0.0)
-        tl.store(z_ptr + v, slope.to(z_ptr.dtype.element_ty), mask=v < vocabulary)
+    if SLOPE:
+        tl.debug_barrier()  # the label's logit is read before it is overwritten
+        for start in range(0, vocabulary, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            slope = tl.exp(_row(z_ptr, v, vocabulary, 0.0) - norm) - tl.where(v == label, 1.0, 0.0)
+            tl.store(z_ptr + v, slope.to(z_ptr.dtype.element_ty), mask=v < vocabulary)
 
 
 def divergence_(kind: str, z_MV: Tensor, t_MV: Tensor) -> Tensor:
@@ -107,7 +108,16 @@ def divergence_(kind: str, z_MV: Tensor, t_MV: Tensor) -> Tensor:
 
 def cross_entropy_(z_MV: Tensor, labels_M: Tensor) -> Tensor:
     """-log softmax(z)[label] [M] in float32; z becomes its gradient. Rows must be contiguous."""
+    return _cross_entropy(z_MV, labels_M, slope=True)
+
+
+def cross_entropy(z_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """-log softmax(z)[label] [M] in float32. Rows must be contiguous."""
+    return _cross_entropy(z_MV, labels_M, slope=False)
+
+
+def _cross_entropy(z_MV: Tensor, labels_M: Tensor, slope: bool) -> Tensor:
     assert z_MV.is_contiguous()
     value_M = torch.empty(len(z_MV), dtype=torch.float32, device=z_MV.device)
-    _cross_entropy_kernel[(len(z_MV),)](z_MV, labels_M, value_M, z_MV.shape[1], _BLOCK, num_warps=8)
+    _cross_entropy_kernel[(len(z_MV),)](z_MV, labels_M, value_M, z_MV.shape[1], slope, _BLOCK, num_warps=8)
     return value_M

@@ -93,12 +93,11 @@ def linear_cross_entropy(
 def label_logprobs(student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chunk: int = 32_768) -> Tensor:
     """log q(label) [M], in the same blocks and chunks."""
     if _fuses(student_MD):
-        judge, size = _fused_label_judge(labels_M), max(1, _FUSED_BLOCK // len(head_VD))
-        blocks = [slice(start, start + size) for start in range(0, len(labels_M), size)]
-        parts = [
-            -part_M for block in blocks for _, part_M, _ in judge(block, [slice(None)], student_MD[block], head_VD)
-        ]
-        return torch.cat(parts) if parts else student_MD.new_zeros(0)
+        from twofold.ops.divergence_triton import cross_entropy
+
+        size = max(1, _FUSED_BLOCK // len(head_VD))
+        blocks = zip(student_MD.split(size), labels_M.split(size), strict=True)
+        return -torch.cat([cross_entropy(s_MD @ head_VD.T, labels) for s_MD, labels in blocks])
     vocabulary, found = len(head_VD), []
     chunk = min(chunk, vocabulary)
     size = max(1, _BLOCK[student_MD.device.type] // chunk)
