@@ -5,8 +5,8 @@
 Prompts are conversations (of `twofold.data.conversations`): first as they are, then, for every length of `--lengths`,
 as many of them after one another as fill it. Both answer greedily. Answers are compared up to the first token that
 differs: there `gap` is the distance of the reference's two best scores, whose rounding to bfloat16 alone is worth 0.125
-at scores of 16 and above. The accepted counts of the cycles before it are equal, or a guess of the drafter differed first:
-`draft_gap` is the distance of the reference drafter's two best scores there.
+at scores of 16 and above. The accepted counts of the cycles before it are equal, or a guess of the drafter differed
+first: `draft_gap` is the distance of the reference drafter's two best scores there.
 """
 
 import argparse
