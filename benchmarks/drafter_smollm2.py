@@ -7,9 +7,10 @@ FOLDER is a Hugging Face folder of the model. CONVERSATIONS are JSON lines (.xz)
 the model itself; those whose prompt's SHA-256 is 0 modulo 50 are left out. FILE has JSON lines (.gz or not) with
 `prompt`, `question` or `turns`, and optionally `category`: what is measured on, never trained on.
 
-What drafters learn from is CONVERSATIONS ("given"), the INT4 target's own greedy answers to `--own-prompts` of the same
-prompts ("own"), or both. They are short: of the longer trainings every `--whole`-th row is one document, conversation
-after conversation, so that contexts as long as a row are seen. `--kept` goes on from a drafter of an earlier run.
+What drafters learn from is CONVERSATIONS ("given"), the INT4 target's own greedy answers to `--own-prompts` of the
+same prompts ("own"), or both. They are short: in the longer trainings every `--joined`-th row is one document, so
+that contexts as long as a row are seen, and what comes of them has a sliding window of `--window` tokens. `--kept`
+goes on from a drafter of an earlier run.
 
 WORK keeps the INT4 target, its greedy answers, every trained drafter and every row, so that the rows can be made in
 several calls, also at the same time once "answers" is there: a call makes the rows of `--only`
@@ -76,7 +77,7 @@ SOFT_TV = DraftLoss(soft=0.5, total_variation=0.5)
 NOISE = "direct hard, from noise"  # the paper's, but for its stages
 BEST = "two stages best loss"
 LONGER = f"{BEST}, longer"  # what is quantized, windowed, given other heads and run
-WINDOWED = f"{LONGER}, window 512"
+WINDOWED = f"{LONGER}, window trained in"
 MARKOV = f"{LONGER}, Markov head"
 ROUNDED = f"{LONGER}, trained INT4"
 KEPT = "an earlier run's"
@@ -86,9 +87,10 @@ MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """`share` of the budget's steps, each of as many tokens times `rows`, on the original target ("bf16") or the
-    quantized one ("int4"), from `text` ("given", "own" or "both") in rows of `length` tokens, every `whole`-th one
+    quantized one ("int4"), from `text` ("given", "own" or "both") in rows of `length` tokens, every `joined`-th one
     document; `start` is the training that it goes on from, at `rate` times the learning rate; without one a drafter
-    starts at the target's last layers, or at `noise`. A loss of None is the best of the direct ones."""
+    starts at the target's last layers, or at `noise`. It sees `window` tokens, once trained, or as it is trained in. A
+    loss of None is the best of the direct ones."""
 
     target: str = "int4"
     loss: DraftLoss | None = HARD
@@ -97,13 +99,14 @@ class Training:
     rows: int = 1
     text: str = "given"
     length: int | None = None
-    whole: int = 0
+    joined: int = 0
     start: str | None = None
     rate: float = 1.0
     noise: bool = False
     quantize: QuantScheme | None = None
     markov_rank: int = 0
     window: int | None = None
+    trained_in: bool = False
 
 
 DIRECT = {
@@ -126,9 +129,10 @@ def trainings(args: argparse.Namespace) -> dict[str, Training]:
         rows=args.longer_rows,
         text=args.longer_text,
         length=args.longer_length,
-        whole=args.whole,
+        joined=args.joined,
         start=LONGER,
         rate=0.25,
+        window=args.window or None,
     )
     return {
         NOISE: Training(noise=True),
@@ -142,7 +146,7 @@ def trainings(args: argparse.Namespace) -> dict[str, Training]:
         f"{BEST}, trained INT4": Training(loss=None, share=1 - first, start="stage 1 best loss", quantize=qat),
         LONGER: replace(goes_on, start=BEST if args.kept is None else KEPT),
         MARKOV: replace(goes_on, share=args.longer / 10, markov_rank=64),
-        WINDOWED: replace(goes_on, share=first, window=512),
+        WINDOWED: replace(goes_on, share=first, trained_in=True),
         ROUNDED: replace(goes_on, share=1.0, rate=0.1, quantize=qat),
     }
 
@@ -223,7 +227,7 @@ class Bench:
             save_conversations(generate(target, prompts, config, 0, self.progress("own answers")), path)
         return load_conversations(path)
 
-    def text(self, kind: str, length: int | None = None, whole: int = 0) -> PackedRows:
+    def text(self, kind: str, length: int | None = None) -> PackedRows:
         length = length or self.args.row_length
         path = self.work / f"rows_{kind}_{length}.safetensors"
         if not path.exists():
@@ -233,8 +237,6 @@ class Bench:
             fits = [c for c in told if len(c.prompt_ids) + len(c.answer_ids) <= length]
             save_file(vars(pack(fits, length)), str(path))
         made = PackedRows(**load_file(str(path)))
-        if whole:
-            made.positions_NT[::whole] = torch.arange(length)
         print(f"{kind}: {len(made)} rows of {length} tokens, {self.left():.0f} s left", flush=True)
         return made
 
@@ -339,6 +341,7 @@ class Bench:
             row_length=length,
             anchors=self.args.anchors * length // self.args.row_length,
             precision=self.args.precision,
+            joined=training.joined,
             vocab_chunk=65_536,
             quantize=training.quantize,
             scales="frozen" if training.quantize is None else "learned",
@@ -364,12 +367,12 @@ class Bench:
             drafter = self.new_drafter(target, training)
             if not training.noise:
                 start_from_target(drafter, target)
-        if training.window is not None:
-            drafter.config = replace(drafter.config, sliding_window=training.window)
-        text = self.text(training.text, training.length, training.whole)  # making it is no part of the time
+        drafter.config = replace(drafter.config, sliding_window=training.window if training.trained_in else None)
+        text = self.text(training.text, training.length)  # making it is no part of the time
         began = time.monotonic()
         train_drafter(drafter, target, text, config, 0, NoCheckpoints(), self.progress(name), dict)
         seconds = time.monotonic() - began
+        drafter.config = replace(drafter.config, sliding_window=training.window)
         save_drafter(drafter, self.folder(name))
         steps = config.optimizer.steps
         about = {
@@ -378,7 +381,8 @@ class Bench:
             "weights": config.positions,
             "text": training.text,
             "row_length": config.row_length,
-            "whole": training.whole,
+            "joined": training.joined,
+            "window": training.window,
             "start": training.start or ("noise" if training.noise else "the target's last layers"),
             "steps": steps,
             "batch_rows": config.batch_rows,
@@ -440,8 +444,8 @@ class Bench:
     def write(self) -> None:
         settings = {k: v for k, v in vars(self.args).items() if k in SETTINGS}
         rows = {row["name"]: row for row in self.rows.all()}
-        recipes = [n for n in rows if n.startswith(BEST) and n != MARKOV]  # whose time is in the row "latency"
-        best = max((rows[n]["accept_length"] for n in recipes), default=None)
+        recipes = {n for n in trainings(self.args) if n.startswith(BEST)} - {MARKOV}  # its time is in the row "latency"
+        best = max((rows[n]["accept_length"] for n in recipes if n in rows), default=None)
         kinds = [f"drafter {method}" for method in QUANTIZED] + [f"{BEST}, trained INT4", ROUNDED]
         quantized = [rows[name]["over_dense"] for name in kinds if name in rows]
         result = {
@@ -513,7 +517,7 @@ def head_row(bench: Bench, name: str, config: DraftHeadConfig) -> None:
 
 
 def window_row(bench: Bench, name: str, window: int | None) -> None:
-    """Post hoc, on long contexts, or on the questions as they are."""
+    """On long contexts, or on the questions as they are."""
     drafter = bench.drafter(LONGER)
     drafter.config = replace(drafter.config, sliding_window=window)
     if name.startswith(LONGER):
@@ -579,17 +583,17 @@ def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
     for head, config in HEADS.items():
         rows[f"head {head}"] = lambda bench, n=f"head {head}", c=config: head_row(bench, n, c)
     for window in WINDOWS:
-        names = ["window full"] if window is None else [f"window {window}", f"{LONGER}, window {window} post hoc"]
-        for name in names:
+        size = "full" if window is None else window
+        for name in (f"window {size}", f"{LONGER}, window {size}"):
             rows[name] = lambda bench, n=name, w=window: window_row(bench, n, w)
-    rows["window 512, trained in"] = lambda bench: trained_window_row(bench, "window 512, trained in")
+    rows["window trained in"] = lambda bench: trained_window_row(bench, "window trained in")
     rows["engine"] = lambda bench: engine_row(bench, "engine")
     rows["latency"] = lambda bench: latency_row(bench, "latency")
     return rows
 
 
 SETTINGS = (
-    "steps", "first_share", "longer", "longer_rows", "longer_text", "longer_length", "whole", "own_prompts",
+    "steps", "first_share", "longer", "longer_rows", "longer_text", "longer_length", "joined", "window", "own_prompts",
     "own_tokens", "method", "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma", "layers",
     "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens", "per_file", "precision",
 )  # fmt: skip
@@ -612,7 +616,8 @@ def main() -> None:
     parser.add_argument("--longer-rows", type=int, default=1, help="times the rows of its steps")
     parser.add_argument("--longer-text", choices=("given", "own", "both"), default="both", help="that it learns from")
     parser.add_argument("--longer-length", type=int, default=1024, help="tokens of its rows, of which it has as many")
-    parser.add_argument("--whole", type=int, default=0, help="every so many of these rows are one document (0: none)")
+    parser.add_argument("--joined", type=int, default=2, help="every so many of these rows are one document (0: none)")
+    parser.add_argument("--window", type=int, default=512, help="of the longer drafters' context (0: all of it)")
     parser.add_argument("--kept", type=Path, metavar="WEIGHTS", help="safetensors that it starts from")
     parser.add_argument("--own-prompts", type=int, default=40_000, help="that the INT4 target answers itself")
     parser.add_argument("--own-batch", type=int, default=4096, help="answers at a time")

@@ -104,6 +104,17 @@ def test_rows_that_fill_no_batch_are_left_for_another_epoch() -> None:
     assert sorted(rows.batch(100, 0, seed=1).tolist()) == list(range(7))
 
 
+def test_joined_rows_are_one_document() -> None:
+    rows = pack(conversations(60), 64)
+    joined, numbers = rows.joined(3), torch.arange(len(rows))
+    assert torch.equal(joined.positions_NT[numbers % 3 == 0], torch.arange(64).expand((len(rows) + 2) // 3, -1))
+    assert torch.equal(joined.positions_NT[numbers % 3 != 0], rows.positions_NT[numbers % 3 != 0])
+    assert int((rows.positions_NT == 0).sum()) > 2 * len(rows)  # as it was
+    for name in ("token_ids_NT", "answer_NT", "used_NT"):
+        assert torch.equal(getattr(joined, name), getattr(rows, name))
+    assert torch.equal(rows.joined(0).positions_NT, rows.positions_NT)
+
+
 def test_rows_are_selected_whole() -> None:
     rows, numbers = pack(conversations(60), 64), torch.tensor([5, 0, 3])
     batch = rows.select(numbers)

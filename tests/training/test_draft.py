@@ -209,11 +209,11 @@ def periodic() -> PackedRows:
 
 
 def run(
-    drafter: Drafter, target: CausalLM, rows: PackedRows, folder: Path, steps: int
+    drafter: Drafter, target: CausalLM, rows: PackedRows, folder: Path, steps: int, joined: int = 0
 ) -> tuple[list[int], list[dict[str, float]]]:
     """Steps done, and validations."""
     optimizer = OptimizerConfig(steps=steps, learning_rate=3e-3, validate_every=steps // 2)
-    config = DraftConfig(optimizer=optimizer, batch_rows=4, row_length=48, anchors=12)
+    config = DraftConfig(optimizer=optimizer, batch_rows=4, row_length=48, anchors=12, joined=joined)
     done: list[int] = []
     history = train_drafter(
         drafter,
@@ -236,6 +236,16 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     assert history[-1]["accept_length"] > 2.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
     assert not any(p.requires_grad for p in drafter.parameters())
+
+
+def test_joined_rows_are_learned_from(tmp_path: Path) -> None:
+    weights = []
+    for joined, rows in ((0, periodic()), (2, periodic()), (0, periodic().joined(2))):
+        target, drafter = pair()
+        run(drafter, target, rows, tmp_path / str(len(weights)), 4, joined)
+        weights.append(drafter.fc.weight)
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[0], weights[1])
 
 
 def test_a_warm_start_runs_its_full_schedule(tmp_path: Path) -> None:

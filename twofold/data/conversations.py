@@ -1,7 +1,7 @@
 """Conversations as token ids: stored, and packed into rows for training. N rows, T tokens a row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,14 @@ class PackedRows:
         """The given rows, as a batch."""
         parts = (self.token_ids_NT, self.positions_NT, self.answer_NT, self.used_NT)
         return PackedRows(*(x[rows] for x in parts))
+
+    def joined(self, every: int) -> "PackedRows":
+        """Every so many rows (0: none) as one document each, conversation after conversation: contexts as long as a row
+        where conversations are short."""
+        positions_NT = self.positions_NT.clone()
+        if every:
+            positions_NT[::every] = torch.arange(positions_NT.shape[1], device=positions_NT.device)
+        return replace(self, positions_NT=positions_NT)
 
     def to(self, device: torch.device) -> "PackedRows":
         parts = (self.token_ids_NT, self.positions_NT, self.answer_NT, self.used_NT)

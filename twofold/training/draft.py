@@ -33,7 +33,8 @@ class DraftConfig:
     to the expected accept length at the moment (see `dpace_weights`; one product more with the head). `precision`: of
     products and activations; weights and optimizer are float32. `quantize`: the layers are trained as they will be
     packed, rounded on their searched grids with a straight-through estimator; "learned" `scales` have a learning rate
-    of their own, a tenth of the weights' unless given, and no weight decay.
+    of their own, a tenth of the weights' unless given, and no weight decay. `joined`: every so many rows are one
+    document each (0: none): a drafter guesses badly after contexts longer than those it learned from.
     """
 
     optimizer: OptimizerConfig
@@ -44,6 +45,7 @@ class DraftConfig:
     batch_rows: int = 4
     row_length: int = 512
     anchors: int = 24
+    joined: int = 0
     heldout_rows: int = 16  # of the held-out answers, that validation reads
     store_features: bool = False  # the target reads every row once, not once an epoch; see `data.features`
     precision: Precision = "float32"
@@ -55,6 +57,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if not self.gamma > 0:
             raise ValueError(f"gamma = {self.gamma} is no decay; use a positive number")
+        if self.joined < 0:
+            raise ValueError(f"joined = {self.joined}: every so many rows are one document; 0 is none")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha = {self.alpha} is not in [0, 1]")
         if self.scales == "learned" and self.quantize is None:
@@ -130,6 +134,7 @@ def train_drafter(
     With `quantize` its layers are packed in the end: the weights that the last validation saw, bit for bit.
     """
     target.requires_grad_(False)
+    rows = rows.joined(config.joined)
     if config.quantize is not None:
         fake_quantize_drafter(drafter, config.quantize, config.scales == "learned")
     drafter.requires_grad_(True)
