@@ -69,7 +69,7 @@ def trained_row(bench: Bench, name: str, training: Training) -> None:
 def quantized_row(bench: Bench, name: str, method: str) -> None:
     drafter, target = bench.drafter(LONGER), bench.target("int4")
     text = bench.text(bench.args.longer_text)
-    rows = text.select(text.batch(min(256, 4 * bench.args.batch_rows), 0, 0)).to(bench.device)
+    rows = text.select(text.batch(bench.args.calibration_rows, 0, 0)).to(bench.device)
     config = DraftQuantizeConfig(method=method.lower(), group_size=bench.args.group_size)  # type: ignore[arg-type]
     began = time.monotonic()
     reports = quantize_drafter(drafter, calibration_drafts(drafter, target, rows, 16, 0), config, quiet)
@@ -173,7 +173,8 @@ def all_rows(args: argparse.Namespace) -> dict[str, Callable[[Bench], None]]:
 SETTINGS = (
     "steps", "first_share", "longer", "longer_rows", "longer_text", "longer_length", "joined", "window", "own_prompts",
     "own_tokens", "method", "learning_rate", "batch_rows", "row_length", "anchors", "block", "gamma", "layers",
-    "intermediate", "taps", "mask_token", "distill_steps", "group_size", "max_tokens", "per_file", "precision",
+    "intermediate", "taps", "mask_token", "distill_steps", "calibration_rows", "group_size",
+    "max_tokens", "per_file", "precision",
 )  # fmt: skip
 
 
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--taps", type=int, nargs="+", default=[1, 8, 15, 22, 28])
     parser.add_argument("--mask-token", type=int, default=5, help="a token that never occurs in text")
     parser.add_argument("--group-size", type=int, default=32)
+    parser.add_argument("--calibration-rows", type=int, default=256, help="of quantized drafters, 16 blocks in each")
     parser.add_argument("--distill-steps", type=int, default=300)
     parser.add_argument("--per-file", type=int, default=120, help="prompts of each file")
     parser.add_argument("--longest-prompt", type=int, default=1500)
