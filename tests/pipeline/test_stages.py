@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,12 @@ from tests.pipeline.line import write_recipe
 from twofold.data.conversations import Conversation, load_conversations
 from twofold.decoding.engine import Request
 from twofold.evaluation.gates import GateFailure
+from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
 from twofold.models.draft_quantization import packable_linears
+from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter
+from twofold.pipeline import draft_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.commands import export_run, load_engine
 from twofold.pipeline.measure_stages import long_prompts
@@ -31,6 +35,7 @@ from twofold.pipeline.run import run_pipeline
 from twofold.pipeline.stages import STAGES
 from twofold.quant.linear import PackedLinear
 from twofold.quant.scheme import QuantScheme
+from twofold.training.draft import train_drafter
 from twofold.training.precision import Precision
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +130,26 @@ def test_a_drafter_trained_quantized(line: tuple[Path, Path], tmp_path: Path) ->
     before, after = finetuned.state_dict(), made.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_drafter_learns_from_a_target_in_its_precision(
+    line: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "out", []
+
+    def watched(drafter: Drafter, target: CausalLM, *rest: Any) -> Any:
+        seen.append((drafter.norm.weight.dtype, target.norm.weight.dtype))
+        return train_drafter(drafter, target, *rest)
+
+    monkeypatch.setattr(draft_stages, "train_drafter", watched)
+    shutil.copytree(line[1], out)
+    recipe = load_recipe(str(line[0]))
+    narrow = replace(recipe.draft_finetune, precision="bfloat16")
+    run_pipeline(replace(recipe, draft_finetune=narrow), out, STAGES, io.StringIO(), until="draft_finetune")
+    assert seen == [(torch.float32, torch.bfloat16)]
+    assert load_drafter(out / "draft_finetune").norm.weight.dtype == torch.float32
+    (first, *_), (other, *_) = (read_artifact(o / "draft_finetune").metrics["curve"] for o in (line[1], out))
+    assert other["accept_length"] == pytest.approx(first["accept_length"], rel=0.1)
 
 
 def test_healing_keeps_the_grid(line: tuple[Path, Path]) -> None:

@@ -25,7 +25,7 @@ from twofold.training.blocks import draft_logits, make_blocks, sample_anchors, t
 from twofold.training.draft import DraftConfig, draft_loss, train_drafter
 from twofold.training.loop import OptimizerConfig
 from twofold.training.losses import HARD, DraftLoss
-from twofold.training.precision import dtype_of
+from twofold.training.precision import Precision, autocast, dtype_of
 
 BLOCK, MASK = SHAPE.block_size, SHAPE.mask_token_id
 
@@ -209,12 +209,25 @@ def periodic() -> PackedRows:
 
 
 def run(
-    drafter: Drafter, target: CausalLM, rows: PackedRows, folder: Path, steps: int, joined: int = 0
+    drafter: Drafter,
+    target: CausalLM,
+    rows: PackedRows,
+    folder: Path,
+    steps: int,
+    joined: int = 0,
+    precision: Precision = "float32",
 ) -> tuple[list[int], list[dict[str, float]]]:
     """Steps done, and validations."""
     optimizer = OptimizerConfig(steps=steps, learning_rate=3e-3, validate_every=steps // 2)
-    config = DraftConfig(optimizer=optimizer, batch_rows=4, row_length=48, anchors=12, joined=joined)
+    config = DraftConfig(
+        optimizer=optimizer, batch_rows=4, row_length=48, anchors=12, joined=joined, precision=precision
+    )
     done: list[int] = []
+
+    def validate() -> dict[str, float]:
+        with autocast(precision, target.device):
+            return {"accept_length": teacher_forced_acceptance(drafter, target, rows).accept_length}
+
     history = train_drafter(
         drafter,
         target,
@@ -223,7 +236,7 @@ def run(
         0,
         Checkpoints(folder),
         lambda step, *_: done.append(step),
-        lambda: {"accept_length": teacher_forced_acceptance(drafter, target, rows).accept_length},
+        validate,
     )
     return done, history
 
@@ -236,6 +249,19 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     assert history[-1]["accept_length"] > 2.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
     assert not any(p.requires_grad for p in drafter.parameters())
+
+
+def test_a_target_in_bfloat16(tmp_path: Path) -> None:
+    """Teaches and judges nearly as one in float32 does."""
+    target, drafter = pair()
+    run(drafter, target, periodic(), tmp_path / "wide", 80)
+    wide = teacher_forced_acceptance(drafter, target, periodic()).accept_length
+    narrow_target, taught = target.bfloat16(), pair()[1]
+    with autocast("bfloat16", target.device):
+        narrow = teacher_forced_acceptance(drafter, narrow_target, periodic()).accept_length
+    assert narrow == pytest.approx(wide, rel=0.05)
+    _, history = run(taught, narrow_target, periodic(), tmp_path / "narrow", 80, precision="bfloat16")
+    assert history[-1]["accept_length"] > 2.0
 
 
 def test_joined_rows_are_learned_from(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from twofold.pipeline.stage import StageContext
 from twofold.pipeline.target_stages import HELDOUT, TRAIN, With
 from twofold.training.blocks import calibration_drafts, teacher_forced_acceptance
 from twofold.training.draft import DraftConfig, train_drafter
+from twofold.training.precision import autocast
 
 Metrics = dict[str, Json]
 
@@ -42,7 +43,8 @@ class Start:
 
 def pretrain(context: StageContext[With[Start]]) -> Metrics:
     """Stage 1: on the original target and its answers."""
-    target, start = load_frozen(context.config.model), context.config.own
+    start = context.config.own
+    target = load_frozen(context.config.model, start.training.precision)
     metrics: Metrics = {}
     if start.drafter is not None:
         check_fits(start.drafter, target)
@@ -59,7 +61,8 @@ def pretrain(context: StageContext[With[Start]]) -> Metrics:
 def finetune(context: StageContext[DraftConfig]) -> Metrics:
     """Stage 2: weights-only warm start, full schedule, on the quantized target and its answers."""
     drafter = load_draft(context.inputs["draft_pretrain"])
-    return _train(drafter, load_frozen(context.inputs["pack"]), context, context.inputs["regenerate"], context.config)
+    target = load_frozen(context.inputs["pack"], context.config.precision)
+    return _train(drafter, target, context, context.inputs["regenerate"], context.config)
 
 
 def _train(
@@ -70,7 +73,8 @@ def _train(
     heldout = heldout.select(torch.arange(min(config.heldout_rows, len(heldout))))
 
     def validate() -> dict[str, float]:
-        return {"accept_length": teacher_forced_acceptance(drafter, target, heldout).accept_length}
+        with autocast(config.precision, target.device):
+            return {"accept_length": teacher_forced_acceptance(drafter, target, heldout).accept_length}
 
     history = train_drafter(drafter, target, rows, config, context.seed, context.checkpoints, context.report, validate)
     save_drafter(drafter, context.output)

@@ -126,7 +126,7 @@ def teacher_forced_acceptance(
             blocks = make_blocks(batch, part, config.block_size, config.mask_token_id)
             # few blocks of changing number: a kernel compiled for each would take longer than the mask
             mask = drafter.training_mask(document_ids(batch.positions_NT), part).dense
-            hidden = _block_hidden(drafter, target, blocks, contexts, mask)
+            hidden = _block_hidden(drafter, target, blocks, contexts, mask).to(features.hidden.dtype)  # the head's
             # after guesses that were right, the token before a guess is the label before it
             guesses = drafter.scores(target, hidden, blocks.previous()).argmax(dim=-1)
             right = (guesses == blocks.labels_BAK) & blocks.valid_BAK
