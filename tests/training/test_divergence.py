@@ -171,6 +171,37 @@ def test_cross_entropy_is_the_dense_one(
 
 
 @every_kind
+@every_split
+@pytest.mark.parametrize("trained_head", [False, True])
+@pytest.mark.parametrize("total", [None, 3.0])
+def test_weights_by_the_probability_of_the_label(
+    kind: Divergence, chunk: int, block: int, trained_head: bool, total: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are constants: no gradient flows through them."""
+    set_block(monkeypatch, block)
+    s, head = random(M, D, seed=0).requires_grad_(), random(V, D, seed=2).requires_grad_(trained_head)
+    t, teacher_head = random(M, D, seed=1), random(V, D, seed=3)
+    leaves, labels = (s, head) if trained_head else (s,), torch.tensor([0, 6, 7, V - 1, 7, 1])
+    log_q, log_p = (s @ head.T).log_softmax(dim=-1), (t @ teacher_head.T).log_softmax(dim=-1)
+    label_log_q = log_q[torch.arange(M), labels]
+
+    def weigh(log_q_M: Tensor) -> Tensor:
+        return WEIGHTS * log_q_M.exp() ** 0.5
+
+    weights = weigh(label_log_q.detach())
+    by = weights.sum() if total is None else total
+    given = {"weights_M": weigh, "total": None if total is None else torch.tensor(total), "chunk": chunk}
+    for values, got in (
+        (dense(kind, log_q, log_p), linear_divergence(s, head, t, teacher_head, kind=kind, labels_M=labels, **given)),
+        (-label_log_q, linear_cross_entropy(s, head, labels, **given)),
+    ):
+        wanted = (weights * values).sum() / by
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+        gradients = torch.autograd.grad(wanted, leaves, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(got, leaves), gradients, rtol=1e-11, atol=1e-13)
+
+
+@every_kind
 @pytest.mark.parametrize("kept", [None, 4])
 def test_no_more_than_a_chunk_of_logits_exists(
     kind: Divergence, kept: int | None, monkeypatch: pytest.MonkeyPatch

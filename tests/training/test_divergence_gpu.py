@@ -12,8 +12,8 @@ from twofold.training.divergence import Divergence, label_logprobs, linear_cross
 pytestmark = pytest.mark.gpu
 
 
-def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int) -> None:
-    """Loss and both gradients, of the same inputs on both sides.
+def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int, *, trained_head: bool = True) -> None:
+    """Loss and gradients, of the same inputs on both sides.
 
     In half precision they are such that every logit is exact too (a multiple of 1/4 below 16): total variation asks
     which of two probabilities is the greater, and rounded logits of near-equal ones answer at random.
@@ -29,7 +29,7 @@ def compare(loss: Callable[..., Tensor], dtype: torch.dtype, vocabulary: int) ->
     for device, wide in (("cuda", dtype), ("cpu", torch.float64)):
         s, h, t, g = (x.to(device, wide) for x in (student, head, teacher, teacher_head))
         weights = torch.arange(37.0, device=device)
-        leaves = [s.requires_grad_(), h.requires_grad_()]
+        leaves = [s.requires_grad_(), *([h.requires_grad_()] if trained_head else [])]
         value = loss(s, h, t, g, weights)
         found.append([x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, leaves))])
     for a, b in zip(*found, strict=True):
@@ -54,6 +54,24 @@ def test_cross_entropy(vocabulary: int, dtype: torch.dtype) -> None:
         return linear_cross_entropy(s, h, torch.arange(37, device=s.device) % vocabulary, weights_M=weights)
 
     compare(loss, dtype, vocabulary)
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
+@pytest.mark.parametrize("vocabulary", [5, 49153])
+@pytest.mark.parametrize("kind", [*get_args(Divergence), None])
+def test_weights_by_the_probability_of_the_label(kind: Divergence | None, vocabulary: int, trained_head: bool) -> None:
+    def loss(s: Tensor, h: Tensor, t: Tensor, g: Tensor, weights: Tensor) -> Tensor:
+        labels, total = torch.arange(37, device=s.device) % vocabulary, weights.new_tensor(7)
+
+        def weigh(log_q_M: Tensor) -> Tensor:
+            return weights * log_q_M.exp() ** 0.5
+
+        if kind is None:
+            return linear_cross_entropy(s, h, labels, weights_M=weigh, total=total)
+        return linear_divergence(s, h, t, g, kind=kind, weights_M=weigh, labels_M=labels, total=total)
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    compare(loss, torch.float32, vocabulary, trained_head=trained_head)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 49153])

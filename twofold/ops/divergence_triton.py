@@ -49,11 +49,12 @@ def _pull(log_q, log_p, KIND: tl.constexpr):
 
 
 @triton.jit
-def _divergence_kernel(z_ptr, t_ptr, value_ptr, vocabulary, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _divergence_kernel(z_ptr, t_ptr, value_ptr, norm_ptr, vocabulary, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * vocabulary
     t_ptr += row * vocabulary
     z_norm, t_norm = _norm(z_ptr, vocabulary, BLOCK), _norm(t_ptr, vocabulary, BLOCK)
+    tl.store(norm_ptr + row, z_norm)
     total, center = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         v = start + tl.arange(0, BLOCK)
@@ -82,11 +83,12 @@ def _divergence_kernel(z_ptr, t_ptr, value_ptr, vocabulary, KIND: tl.constexpr, 
 
 
 @triton.jit
-def _cross_entropy_kernel(z_ptr, label_ptr, value_ptr, vocabulary, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_kernel(z_ptr, label_ptr, value_ptr, norm_ptr, vocabulary, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * vocabulary
     label = tl.load(label_ptr + row)
     norm = _norm(z_ptr, vocabulary, BLOCK)
+    tl.store(norm_ptr + row, norm)
     tl.store(value_ptr + row, norm - tl.load(z_ptr + label).to(tl.float32))
     if SLOPE:
         tl.debug_barrier()  # the label's logit is read before it is overwritten
@@ -96,28 +98,28 @@ def _cross_entropy_kernel(z_ptr, label_ptr, value_ptr, vocabulary, SLOPE: tl.con
             tl.store(z_ptr + v, slope.to(z_ptr.dtype.element_ty), mask=v < vocabulary)
 
 
-def divergence_(kind: str, z_MV: Tensor, t_MV: Tensor) -> Tensor:
-    """d(softmax(t), softmax(z)) [M] in float32; z becomes dd/dz. Rows must be contiguous."""
+def divergence_(kind: str, z_MV: Tensor, t_MV: Tensor) -> tuple[Tensor, Tensor]:
+    """d(softmax(t), softmax(z)) [M] and logsumexp(z) [M] in float32; z becomes dd/dz. Rows must be contiguous."""
     assert z_MV.shape == t_MV.shape
     assert z_MV.is_contiguous()
     assert t_MV.is_contiguous()
-    value_M = torch.empty(len(z_MV), dtype=torch.float32, device=z_MV.device)
-    _divergence_kernel[(len(z_MV),)](z_MV, t_MV, value_M, z_MV.shape[1], _KINDS[kind], _BLOCK, num_warps=8)
-    return value_M
+    value_M, norm_M = torch.empty(2, len(z_MV), dtype=torch.float32, device=z_MV.device)
+    _divergence_kernel[(len(z_MV),)](z_MV, t_MV, value_M, norm_M, z_MV.shape[1], _KINDS[kind], _BLOCK, num_warps=8)
+    return value_M, norm_M
 
 
-def cross_entropy_(z_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """-log softmax(z)[label] [M] in float32; z becomes its gradient. Rows must be contiguous."""
+def cross_entropy_(z_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+    """-log softmax(z)[label] [M] and logsumexp(z) [M] in float32; z becomes the gradient. Rows must be contiguous."""
     return _cross_entropy(z_MV, labels_M, slope=True)
 
 
 def cross_entropy(z_MV: Tensor, labels_M: Tensor) -> Tensor:
     """-log softmax(z)[label] [M] in float32. Rows must be contiguous."""
-    return _cross_entropy(z_MV, labels_M, slope=False)
+    return _cross_entropy(z_MV, labels_M, slope=False)[0]
 
 
-def _cross_entropy(z_MV: Tensor, labels_M: Tensor, slope: bool) -> Tensor:
+def _cross_entropy(z_MV: Tensor, labels_M: Tensor, slope: bool) -> tuple[Tensor, Tensor]:
     assert z_MV.is_contiguous()
-    value_M = torch.empty(len(z_MV), dtype=torch.float32, device=z_MV.device)
-    _cross_entropy_kernel[(len(z_MV),)](z_MV, labels_M, value_M, z_MV.shape[1], slope, _BLOCK, num_warps=8)
-    return value_M
+    value_M, norm_M = torch.empty(2, len(z_MV), dtype=torch.float32, device=z_MV.device)
+    _cross_entropy_kernel[(len(z_MV),)](z_MV, labels_M, value_M, norm_M, z_MV.shape[1], slope, _BLOCK, num_warps=8)
+    return value_M, norm_M

@@ -20,6 +20,9 @@ the dtype of the inputs; all else, sums of gradients too, is float32 at least.
 
 On a GPU the whole vocabulary of fewer positions goes by at a time: as little memory, but scores are made once, and one
 kernel (`ops.divergence_triton`) turns them into losses and gradient.
+
+Weights may be a function of log q_y: worked out in the end, from the normalizers of the same scores. A head with a
+gradient needs them before, so for one they take scores of their own.
 """
 
 import math
@@ -38,10 +41,12 @@ Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variat
 _BLOCK = {"cpu": 2**21, "cuda": 2**25}
 _FUSED_BLOCK = 2**27  # which makes no copies of them
 
+Weigh = Callable[[Tensor], Tensor]  # log q_y [M] -> weights [M]
+
 _Scores = Callable[[slice], Tensor]  # chunk of the vocabulary -> logits [M, chunk] of a block of positions
 # (block of positions, chunks, the student's hidden states of the block, its head) -> for each chunk: it, its part of
-# d [M], dd/dz [M, chunk]. Scores are the judge's own: its last pass may overwrite them.
-_Judged = Iterator[tuple[slice, Tensor, Tensor]]
+# d [M], dd/dz [M, chunk], logsumexp(z) [M]. Scores are the judge's own: its last pass may overwrite them.
+_Judged = Iterator[tuple[slice, Tensor, Tensor, Tensor]]
 _Judge = Callable[[slice, list[slice], Tensor, Tensor], _Judged]
 
 
@@ -53,17 +58,21 @@ def linear_divergence(
     *,
     kind: Divergence = "forward_kl",
     chunk: int = 32_768,
-    weights_M: Tensor | None = None,
+    weights_M: Tensor | Weigh | None = None,
+    labels_M: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """The mean over positions of d(p, q), p = softmax(teacher_MD teacher_head_VD^T); see above.
 
-    `chunk` vocabulary rows at a time; equal weights unless given, and 0 where all are 0. Gradients reach
-    `student_MD`, and `head_VD` where it requires one; the teacher is a constant.
+    `chunk` vocabulary rows at a time; equal weights unless given, as numbers or as a function of log q(label), and 0
+    where all are 0. The weighted sum is divided by `total`, by the sum of the weights unless given. Gradients reach
+    `student_MD`, and `head_VD` where it requires one; the teacher is a constant, and so are weights.
     """
     if _fuses(student_MD):
         judge = _fused_judge(teacher_MD, teacher_head_VD, kind)
-        return _apply(student_MD, head_VD, weights_M, judge, len(head_VD), _FUSED_BLOCK)
-    return _apply(student_MD, head_VD, weights_M, _dense_judge(teacher_MD, teacher_head_VD, kind), chunk)
+        return _apply(student_MD, head_VD, weights_M, judge, len(head_VD), labels_M, total, _FUSED_BLOCK)
+    judge = _dense_judge(teacher_MD, teacher_head_VD, kind)
+    return _apply(student_MD, head_VD, weights_M, judge, chunk, labels_M, total)
 
 
 def top_k_divergence(
@@ -81,12 +90,19 @@ def top_k_divergence(
 
 
 def linear_cross_entropy(
-    student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chunk: int = 32_768, weights_M: Tensor | None = None
+    student_MD: Tensor,
+    head_VD: Tensor,
+    labels_M: Tensor,
+    *,
+    chunk: int = 32_768,
+    weights_M: Tensor | Weigh | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """The mean over positions of -log q(label), q = softmax(student_MD head_VD^T); see `linear_divergence`."""
     if _fuses(student_MD):
-        return _apply(student_MD, head_VD, weights_M, _fused_label_judge(labels_M), len(head_VD), _FUSED_BLOCK)
-    return _apply(student_MD, head_VD, weights_M, _label_judge(labels_M), chunk)
+        judge = _fused_label_judge(labels_M)
+        return _apply(student_MD, head_VD, weights_M, judge, len(head_VD), labels_M, total, _FUSED_BLOCK)
+    return _apply(student_MD, head_VD, weights_M, _label_judge(labels_M), chunk, labels_M, total)
 
 
 @torch.no_grad()
@@ -112,15 +128,20 @@ def label_logprobs(student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, *, chu
 def _apply(
     student_MD: Tensor,
     head_VD: Tensor,
-    weights_M: Tensor | None,
+    weights_M: Tensor | Weigh | None,
     judge: _Judge,
     chunk: int,
+    labels_M: Tensor | None = None,
+    total: Tensor | None = None,
     at_a_time: int | None = None,
 ) -> Tensor:
     if weights_M is None:
         weights_M = torch.ones(len(student_MD), dtype=_wide(student_MD), device=student_MD.device)
+    if callable(weights_M) and head_VD.requires_grad:
+        assert labels_M is not None
+        weights_M = weights_M(label_logprobs(student_MD, head_VD, labels_M, chunk=chunk))
     size = max(1, (at_a_time or _BLOCK[student_MD.device.type]) // min(chunk, len(head_VD)))
-    loss = _FusedLoss.apply(student_MD, head_VD, weights_M, judge, chunk, size)
+    loss = _FusedLoss.apply(student_MD, head_VD, weights_M, labels_M, total, judge, chunk, size)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -130,36 +151,61 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student_MD: Tensor, head_VD: Tensor, weights_M: Tensor, judge: _Judge, chunk: int, size: int
+        ctx: Any,
+        student_MD: Tensor,
+        head_VD: Tensor,
+        weights_M: Tensor | Weigh,
+        labels_M: Tensor | None,
+        total: Tensor | None,
+        judge: _Judge,
+        chunk: int,
+        size: int,
     ) -> Tensor:
         num_positions, vocabulary = len(student_MD), len(head_VD)
         chunk = min(chunk, vocabulary)
         chunks = [slice(start, min(start + chunk, vocabulary)) for start in range(0, vocabulary, chunk)]
         wide, dtype = _wide(student_MD), student_MD.dtype
-        share_M = weights_M.to(wide) / weights_M.to(wide).sum().clamp(min=1e-9)
-        loss = torch.zeros((), dtype=wide, device=student_MD.device)
+
+        def shares(weights_M: Tensor) -> Tensor:
+            weights_M = weights_M.to(wide)
+            return weights_M / (weights_M.sum() if total is None else total.to(wide)).clamp(min=1e-9)
+
+        share_M = None if callable(weights_M) else shares(weights_M)
+        d_M, norm_M = student_MD.new_zeros(2, num_positions, dtype=wide)
         grad_MD = torch.zeros_like(student_MD, dtype=wide) if ctx.needs_input_grad[0] else None
         head_grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         for start in range(0, num_positions, size):
             block = slice(start, start + size)
             s_MD = student_MD[block]
-            shared_MD = (s_MD * share_M[block, None]).to(dtype)
-            for rows, part_M, slope_MV in judge(block, chunks, s_MD, head_VD):
-                loss += torch.dot(part_M, share_M[block])
+            for rows, part_M, slope_MV, norms_M in judge(block, chunks, s_MD, head_VD):
+                d_M[block] += part_M
+                norm_M[block] = norms_M
                 slope_MV = slope_MV.to(dtype)
                 if grad_MD is not None:
                     grad_MD[block] += slope_MV @ head_VD[rows]
                 if head_grad_VD is not None:
-                    head_grad_VD[rows] += slope_MV.T @ shared_MD
+                    assert share_M is not None
+                    head_grad_VD[rows] += slope_MV.T @ (s_MD * share_M[block, None]).to(dtype)
+        if callable(weights_M):
+            assert labels_M is not None
+            log_q_M = _label_scores(student_MD, head_VD, labels_M, size) - norm_M
+            share_M = shares(weights_M(log_q_M.clamp(max=0)))  # above it by the rounding of scores
+        assert share_M is not None
         if grad_MD is not None:
             grad_MD = grad_MD.mul_(share_M[:, None]).to(dtype)
         ctx.save_for_backward(grad_MD, None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype))
-        return loss
+        return torch.dot(d_M, share_M)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         slopes = [None if slope is None else grads[0] * slope for slope in ctx.saved_tensors]
-        return slopes[0], slopes[1], None, None, None, None
+        return slopes[0], slopes[1], None, None, None, None, None, None
+
+
+def _label_scores(student_MD: Tensor, head_VD: Tensor, labels_M: Tensor, size: int) -> Tensor:
+    """z_y [M]"""
+    blocks = zip(student_MD.split(size), labels_M.split(size), strict=True)
+    return torch.cat([(s_MD.to(_wide(s_MD)) * head_VD[labels]).sum(dim=1) for s_MD, labels in blocks])
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -187,7 +233,7 @@ def _dense_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) 
                 log_q, log_p = student(rows).sub_(norm_s), teacher(rows).sub_(norm_t)
                 p = log_p.exp()
                 part_M = torch.einsum("mv,mv->m", p, log_p.sub_(log_q))
-                yield rows, part_M, log_q.exp_().sub_(p)
+                yield rows, part_M, log_q.exp_().sub_(p), norm_s.squeeze(1)
             return
         center_M = torch.zeros_like(norm_s.squeeze(1))  # sum_v q_v f_v: dd/dz_v = q_v (f_v - center)
         for rows in chunks:
@@ -201,7 +247,7 @@ def _dense_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) 
                 part_M += torch.einsum("mv,mv->m", log_p.exp(), _pull(kind, log_p, log_q))
             elif kind == "total_variation":
                 part_M -= torch.einsum("mv,mv->m", log_p.exp(), pull)
-            yield rows, part_M, pull.sub_(center_M.unsqueeze(1)).mul_(q)
+            yield rows, part_M, pull.sub_(center_M.unsqueeze(1)).mul_(q), norm_s.squeeze(1)
 
     return judge
 
@@ -215,7 +261,8 @@ def _fused_judge(teacher_MD: Tensor, teacher_head_VD: Tensor, kind: Divergence) 
 
     def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
         scores_MV = s_MD @ head_VD.T
-        yield chunks[0], divergence_(kind, scores_MV, teacher_MD[block] @ teacher_head_VD.T), scores_MV
+        part_M, norm_M = divergence_(kind, scores_MV, teacher_MD[block] @ teacher_head_VD.T)
+        yield chunks[0], part_M, scores_MV, norm_M
 
     return judge
 
@@ -225,7 +272,8 @@ def _fused_label_judge(labels_M: Tensor) -> _Judge:
 
     def judge(block: slice, chunks: list[slice], s_MD: Tensor, head_VD: Tensor) -> _Judged:
         scores_MV = s_MD @ head_VD.T
-        yield chunks[0], cross_entropy_(scores_MV, labels_M[block]), scores_MV
+        part_M, norm_M = cross_entropy_(scores_MV, labels_M[block])
+        yield chunks[0], part_M, scores_MV, norm_M
 
     return judge
 
@@ -250,7 +298,7 @@ def _label_judge(labels_M: Tensor) -> _Judge:
             part_M = torch.where(inside, -found, 0.0).squeeze(1)
             slope_MV = log_q.exp_()
             slope_MV.scatter_add_(1, column.clamp(max=log_q.shape[1] - 1), -inside.to(slope_MV.dtype))
-            yield rows, part_M, slope_MV
+            yield rows, part_M, slope_MV, norm_M1.squeeze(1)
 
     return judge
 
@@ -283,7 +331,7 @@ def _top_k_judge(teacher: TopK) -> _Judge:
             _, column, hit = _within(ids_MK, rows)
             kept = z.new_zeros(len(z), z.shape[1] + 1).scatter_(1, column, p_MK)[:, :-1]
             other = (z - rest_M.unsqueeze(1)).exp_().mul_(p_tail_M.unsqueeze(1))
-            yield rows, value_M, z.sub_(norm_M.unsqueeze(1)).exp_().sub_(torch.where(hit, kept, other))
+            yield rows, value_M, z.sub_(norm_M.unsqueeze(1)).exp_().sub_(torch.where(hit, kept, other)), norm_M
             value_M = torch.zeros_like(value_M)
 
     return judge

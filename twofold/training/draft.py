@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from twofold.ops.documents import most_documents
 from twofold.quant.linear import pack_linears
 from twofold.quant.scheme import QuantScheme
 from twofold.training.blocks import Blocks, draft_hidden, make_blocks, sample_anchors
-from twofold.training.divergence import label_logprobs, linear_cross_entropy, linear_divergence
+from twofold.training.divergence import linear_cross_entropy, linear_divergence
 from twofold.training.loop import Checkpoints, History, Report, train
 from twofold.training.losses import HARD, DraftLoss, block_weights, dpace_weights
 from twofold.training.optimizer import OptimizerConfig
@@ -30,11 +30,11 @@ class DraftConfig:
     """The defaults are the paper's loss (arXiv:2607.04244): hard labels, weights that decay along the block.
 
     `positions`: how the guesses of a block are weighted: "decay" by exp(-(k - 1) / gamma), "dpace" by what each adds
-    to the expected accept length at the moment (see `dpace_weights`; one product more with the head). `precision`: of
-    products and activations; weights and optimizer are float32. `quantize`: the layers are trained as they will be
-    packed, rounded on their searched grids with a straight-through estimator; "learned" `scales` have a learning rate
-    of their own, a tenth of the weights' unless given, and no weight decay. `joined`: every so many rows are one
-    document each (0: none): a drafter guesses badly after contexts longer than those it learned from.
+    to the expected accept length at the moment (see `dpace_weights`). `precision`: of products and activations; weights
+    and optimizer are float32. `quantize`: the layers are trained as they will be packed, rounded on their searched
+    grids with a straight-through estimator; "learned" `scales` have a learning rate of their own, a tenth of the
+    weights' unless given, and no weight decay. `joined`: every so many rows are one document each (0: none): a drafter
+    guesses badly after contexts longer than those it learned from.
     """
 
     optimizer: OptimizerConfig
@@ -90,33 +90,33 @@ def draft_loss(
         return x.flatten(0, 2)[places_M]
 
     guesses_MD, wanted_MD = chosen(guesses).to(head_VD.dtype), chosen(wanted).to(head_VD.dtype)
-    labels_M, chunk = chosen(blocks.labels_BAK), config.vocab_chunk
-    scorer_VD = head_VD
+    labels_M, scorer_VD = chosen(blocks.labels_BAK), head_VD
     if drafter.markov_head is not None:  # [h; e] [W; U]^T: the bias is more columns of the product
         before_MR = drafter.markov_head.before(chosen(blocks.previous())).to(head_VD.dtype)
         guesses_MD = torch.cat((guesses_MD, before_MR), dim=1)
         scorer_VD = torch.cat((head_VD, drafter.markov_head.after.weight.to(head_VD.dtype)), dim=1)
-    if config.positions == "decay":
-        weights_M = chosen(block_weights(drafter.config.block_size, config.gamma, guesses.device) * valid)
-        scale: Tensor | float = 1.0
-    else:
+
+    def dpace(log_q_M: Tensor) -> Tensor:
         log_q = torch.zeros(valid.numel(), device=guesses.device)
-        log_q[places_M] = label_logprobs(guesses_MD, scorer_VD, labels_M, chunk=chunk).float()
-        weights_M = chosen(dpace_weights(log_q.view(valid.shape), valid, config.alpha))
-        scale = weights_M.sum() / valid[..., 0].sum().clamp(min=1)
+        log_q[places_M] = log_q_M.float()
+        return chosen(dpace_weights(log_q.view(valid.shape), valid, config.alpha))
+
+    decay_K = block_weights(drafter.config.block_size, config.gamma, guesses.device)
+    given: dict[str, Any] = {"chunk": config.vocab_chunk, "weights_M": chosen(decay_K * valid)}
+    if config.positions == "dpace":
+        given |= {"weights_M": dpace, "total": valid[..., 0].sum().clamp(min=1)}
 
     def to_target(kind: Literal["forward_kl", "total_variation"]) -> Tensor:
-        return linear_divergence(guesses_MD, scorer_VD, wanted_MD, head_VD, kind=kind, chunk=chunk, weights_M=weights_M)
+        return linear_divergence(guesses_MD, scorer_VD, wanted_MD, head_VD, kind=kind, labels_M=labels_M, **given)
 
     terms = []
     if config.loss.hard:
-        hard = linear_cross_entropy(guesses_MD, scorer_VD, labels_M, chunk=chunk, weights_M=weights_M)
-        terms.append(config.loss.hard * hard)
+        terms.append(config.loss.hard * linear_cross_entropy(guesses_MD, scorer_VD, labels_M, **given))
     if config.loss.soft:
         terms.append(config.loss.soft * to_target("forward_kl"))
     if config.loss.total_variation:
         terms.append(config.loss.total_variation * to_target("total_variation"))
-    return torch.stack(terms).sum() * scale
+    return torch.stack(terms).sum()
 
 
 def train_drafter(
