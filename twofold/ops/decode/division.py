@@ -28,19 +28,22 @@ class Config:
 def choose(weight: PackedWeight, rows: int, whole: bool = False, most: int = SHARED) -> Config:
     """`warps` and `split` depend on the weight's shape alone: a row has the same bits whatever stands beside it.
     `whole`: K is not split over blocks (top-1 and tails). `most`: bytes of shared memory that a block may have. What
-    was fastest on an H200, in INT4 with 1 and with 16 rows."""
+    was fastest on an H200, in INT4 with 1, 16, 32 and 64 rows (a head of these sizes with 1 and 16)."""
     warps, split = _order(weight, whole)
     row_tiles = 1 if rows <= 8 else 2 if rows <= 16 else MAX_ROW_TILES
     depth = -(-(weight.num_inputs // STEP) // (split * warps))  # steps of a warp
     tiles, stages = 1, depth if weight.words.shape[2] > 1 else 2 * depth
     most_stages = stages
+    head = whole and weight.num_outputs >= 32768
     if weight.bits == 4 and warps == 16:
+        row_tiles = row_tiles if split == 1 else min(row_tiles, 2)  # x of more rows does not stay in registers
         tiles = 2 if split == 4 and row_tiles == 2 else 1
         stages = 2 * depth if split == 1 else 4 if tiles == 2 else 3
-    elif weight.bits == 4 and split == 4 and row_tiles == 2:
+    elif weight.bits == 4 and split == 4:
         tiles, stages = 2, 2 * depth
+    elif weight.bits == 4 and weight.num_outputs >= 4096 and row_tiles > 2 and not head:
+        row_tiles, tiles, stages = 2, 2, depth
     elif weight.bits == 4 and weight.num_outputs >= 4096 and row_tiles <= 2:  # x is read for some tiles at once
-        head = whole and weight.num_outputs >= 32768
         tiles, stages = (2, 2 * depth) if head and row_tiles == 2 else (3, depth)
     config = Config(warps=warps, tiles=tiles, row_tiles=row_tiles, stages=stages, split=split)
     config = _fitted(weight, config, most_stages, most)
