@@ -120,3 +120,19 @@ def test_rows_are_selected_whole() -> None:
     batch = rows.select(numbers)
     for name in ("token_ids_NT", "positions_NT", "answer_NT", "used_NT"):
         assert torch.equal(getattr(batch, name), torch.stack([getattr(rows, name)[n] for n in (5, 0, 3)]))
+
+
+def test_each_goes_into_the_first_row_that_has_room() -> None:
+    told = [Conversation([1] * n, [2]) for n in torch.randint(1, 60, (300,), generator=torch.manual_seed(0)).tolist()]
+    rows, free = [], []
+    for conversation in sorted(told, key=lambda c: -len(c.prompt_ids)):
+        size = len(conversation.prompt_ids) + 1
+        row = next((r for r, room in enumerate(free) if room >= size), len(rows))
+        if row == len(rows):
+            rows.append(0)
+            free.append(64)
+        rows[row] += 1
+        free[row] -= size
+    packed = pack(told, 64)
+    assert packed.answer_NT.sum(dim=1).tolist() == rows
+    assert packed.used_NT.sum(dim=1).tolist() == [64 - room for room in free]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.models.tiny import HYBRID, PLAIN, build, tokens
+from twofold.data import generate as generate_module
 from twofold.data.generate import GenerateConfig, generate
 from twofold.decoding.step import decode
 from twofold.models.causal_lm import CausalLM
@@ -70,3 +72,20 @@ def test_an_answer_does_not_depend_on_the_others() -> None:
     whole = generate(target, PROMPTS, how, 3, lambda *_: None)
     assert generate(target, PROMPTS[:4], how, 3, lambda *_: None) == whole[:4]
     assert generate(target, PROMPTS[:4], how, 4, lambda *_: None) != whole[:4]
+
+
+def test_what_was_interrupted_goes_on_behind_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = GenerateConfig(temperature=0.9, max_new_tokens=20, batch_size=3)
+    wanted = generate(model(), PROMPTS, how, 7, lambda *_: None)
+
+    def stop(done: int, *_: object) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model(), PROMPTS, how, 7, stop, tmp_path)
+    answered = []
+    answer = generate_module._answer
+    monkeypatch.setattr(generate_module, "_answer", lambda *given: answered.extend(given[0]) or answer(*given))
+    assert generate(model(), PROMPTS, how, 7, lambda *_: None, tmp_path) == wanted
+    assert sorted(map(len, answered)) == sorted(map(len, PROMPTS))[6:]

@@ -157,3 +157,9 @@ def test_a_token_without_rivals_leads_by_any_distance() -> None:
 def test_what_is_no_sampling_is_an_error(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1e-40), Sampling(temperature=1.0, top_p=1e-46)])
+def test_the_least_values_are_the_argmax(sampling: Sampling) -> None:
+    logits = torch.tensor([[[1.0, 5.0, 4.9, -3.0]] * 64])
+    assert choose(logits, torch.arange(64)[None], sampling).unique().tolist() == [1]

@@ -11,6 +11,7 @@ import torch
 
 from tests.pipeline.line import write_recipe
 from twofold.models import calibration
+from twofold.models.calibration import QuantizeConfig
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import load_target
 from twofold.pipeline.artifact import read_artifact
@@ -19,13 +20,15 @@ from twofold.pipeline.run import run_pipeline
 from twofold.pipeline.stages import STAGES
 from twofold.pipeline.target_stages import student_of
 from twofold.quant.linear import FakeQuantLinear, PackedLinear
+from twofold.quant.scheme import QuantScheme
 
 AWQ = '[quantize]\nmethod = "awq"\nhead = { bits = 8, group_size = -1 }\n'
 
 
 def run(folder: Path, quantize: str, until: str) -> Path:
     file = write_recipe(folder)
-    text = file.read_text().replace("[quantize]\n", quantize).replace("[distill]\n", "[distill]\nhead = true\n")
+    section = "[quantize]\ngroup_size = 16\n" if "checkpoint" in quantize else "[quantize]\n"
+    text = file.read_text().replace(section, quantize).replace("[distill]\n", "[distill]\nhead = true\n")
     file.write_text(text)
     run_pipeline(load_recipe(str(file)), folder / "out", STAGES, io.StringIO(), until=until)
     return folder / "out"
@@ -102,6 +105,11 @@ def test_an_imported_grid_is_taken_as_it_is(awq: Path, tmp_path: Path) -> None:
 def test_an_import_without_packed_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no packed layer; name a compressed-tensors checkpoint"):
         run(tmp_path, '[quantize]\ncheckpoint = "model"\n', "quantize")
+
+
+def test_an_import_takes_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="checkpoint takes its grids as they are; leave out bits, head"):
+        QuantizeConfig(checkpoint=tmp_path, bits=8, head=QuantScheme(bits=8))
 
 
 def test_a_head_that_does_not_fit_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

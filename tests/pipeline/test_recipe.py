@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from tests.pipeline.line import write_recipe
 from twofold.pipeline.recipe import Recipe, builtin_recipes, find_recipe, load_config, load_recipe, read_recipe
 
 
@@ -137,3 +138,10 @@ def test_a_drafter_is_quantized_once(old: str, new: str, message: str) -> None:
     table = tomllib.loads(builtin_recipes()["pocket"].read_text().replace(old, new))
     with pytest.raises(ValueError, match=message):
         load_config(Recipe, table, "pocket", base=builtin_recipes()["pocket"].parent)
+
+
+def test_where_a_drafter_starts_is_asked_before_any_work(tmp_path: Path) -> None:
+    file = write_recipe(tmp_path)
+    file.write_text(file.read_text().replace('model = "model"', 'model = "model"\ndrafter = "model"'))
+    with pytest.raises(ValueError, match="give either `drafter`"):
+        load_recipe(str(file))

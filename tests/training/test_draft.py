@@ -67,10 +67,14 @@ def test_blocks_by_brute_force() -> None:
             assert ids == [int(rows.token_ids_NT[row, anchor])] + [MASK] * (BLOCK - 1)
             position = int(rows.positions_NT[row, anchor])
             assert blocks.positions_BN[row].view(24, BLOCK)[anchor].tolist() == [position + k for k in range(BLOCK)]
+            valid = True
             for k in range(1, BLOCK):
                 at = anchor + k
-                valid = (
-                    at < 24 and document(rows, row, at) == document(rows, row, anchor) and bool(rows.answer_NT[row, at])
+                valid = (  # none behind a token that is not guessed
+                    valid
+                    and at < 24
+                    and document(rows, row, at) == document(rows, row, anchor)
+                    and bool(rows.answer_NT[row, at])
                 )
                 assert bool(blocks.valid_BAK[row, anchor, k - 1]) == valid
                 if valid:
@@ -294,3 +298,9 @@ def test_a_warm_start_runs_its_full_schedule(tmp_path: Path) -> None:
     assert rates[0] == rates[1] == 3e-3  # one step of warm-up, then the peak, not the end of the first schedule
     assert [entry["step"] for entry in history] == [0, 4, 8]
     assert not torch.equal(warm.fc.weight, drafter.fc.weight)
+
+
+@pytest.mark.parametrize("wrong", [{"anchors": 0}, {"batch_rows": -1}, {"row_length": 1}, {"heldout_rows": 0}])
+def test_what_would_train_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="a step needs one or more"):
+        DraftConfig(optimizer=OptimizerConfig(steps=1, learning_rate=1.0), **wrong)

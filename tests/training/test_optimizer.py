@@ -151,3 +151,18 @@ def test_8_bits_follow_32(tmp_path: Path) -> None:
         ends.append(float((parameter.detach() - target).square().mean()))
     assert max(ends) < 0.05  # from 1
     assert ends[0] != ends[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"steps": 0}, "at least one"),
+        ({"clip": 0.0}, "leaves no gradient"),
+        ({"checkpoint_every": 0}, "every so many steps"),
+        ({"validate_every": -1}, "every so many steps"),
+        ({"warmup": 3.0}, "share of the steps"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**wrong)

@@ -35,7 +35,7 @@ Report = Callable[..., None]
 def rows() -> PackedRows:
     """Seven rows of one to four documents, answers of many lengths, unused ends."""
     draw = torch.Generator().manual_seed(3)
-    sizes = [20, 9, 11, 5, 6, 7, 3, 13, 18, 4, 4, 4, 4, 8]
+    sizes = [20, 9, 11, 5, 6, 7, 3, 13, 18, 4, 4, 4, 4, 8, 12]
     texts = [torch.randint(VOCABULARY - 1, (size,), generator=draw).tolist() for size in sizes]
     made = pack([Conversation(ids[: len(ids) // 3], ids[len(ids) // 3 :]) for ids in texts], 20)
     assert len(made) == 7

@@ -84,19 +84,8 @@ def pack(conversations: Sequence[Conversation], length: int) -> PackedRows:
     First fit over the conversations from long to short, so that rows are nearly full.
     """
     order = sorted(range(len(conversations)), key=lambda i: -_size(conversations[i]))
-    rows: list[list[int]] = []
-    free: list[int] = []
-    first_open = 0
-    for i in order:
-        size = min(_size(conversations[i]), length)
-        row = next((r for r in range(first_open, len(rows)) if free[r] >= size), len(rows))
-        if row == len(rows):
-            rows.append([])
-            free.append(length)
-        rows[row].append(i)
-        free[row] -= size
-        while first_open < len(rows) and free[first_open] < 8:  # full: no longer searched
-            first_open += 1
+    rows = _first_fit([min(_size(conversations[i]), length) for i in order], length)
+    rows = [[order[i] for i in row] for row in rows]
     token_ids = torch.zeros(len(rows), length, dtype=torch.long)
     positions = torch.arange(length).repeat(len(rows), 1)
     answer = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -112,6 +101,26 @@ def pack(conversations: Sequence[Conversation], length: int) -> PackedRows:
         used[n, :at] = True
         positions[n, at:] = torch.arange(length - at)
     return PackedRows(token_ids, positions, answer, used)
+
+
+def _first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """What each row holds, every size in the first row that has room, by a tree of the most room below each node."""
+    leaves = 1 << max(0, len(sizes) - 1).bit_length()
+    most = [length] * (2 * leaves)
+    rows: list[list[int]] = []
+    for i, size in enumerate(sizes):
+        node = 1
+        while node < leaves:
+            node = 2 * node if most[2 * node] >= size else 2 * node + 1
+        row = node - leaves
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(i)
+        most[node] -= size
+        while node > 1:
+            node //= 2
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    return rows
 
 
 def _size(conversation: Conversation) -> int:

@@ -1,12 +1,14 @@
 """The target answers prompts in batches: training text that is the target's own. B rows, T positions."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from twofold.data.conversations import Conversation
+from twofold.data.conversations import Conversation, load_conversations, save_conversations
 from twofold.models.causal_lm import CausalLM
 from twofold.ops.sampling import Sampling, choose
 
@@ -26,23 +28,38 @@ def generate(
     config: GenerateConfig,
     seed: int,
     report: Callable[[int, int, str], None],
+    folder: Path | None = None,
 ) -> list[Conversation]:
     """One answer to each prompt, in order, ending with an EOS token or after `max_new_tokens`.
 
     An answer depends on its prompt and its number alone (noise by (seed + number, position)), up to rounding not on
-    the batch that it was made in. Prompts of like length share a batch.
+    the batch that it was made in. Prompts of like length share a batch. A `folder` keeps the batches that are done: the
+    same call goes on behind them.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: dict[int, list[int]] = {}
     sampling = Sampling(temperature=config.temperature, min_p=config.min_p)
     for start in range(0, len(order), config.batch_size):
         numbers = order[start : start + config.batch_size]
-        seeds = torch.tensor([seed + i for i in numbers], device=model.device)
-        batch = _answer([prompts[i] for i in numbers], model, config.max_new_tokens, sampling, seeds)
+        kept = None if folder is None else folder / f"batch-{seed}-{start}.safetensors"
+        if kept is None or not kept.exists():
+            seeds = torch.tensor([seed + i for i in numbers], device=model.device)
+            batch = _answer([prompts[i] for i in numbers], model, config.max_new_tokens, sampling, seeds)
+            if kept is not None:
+                _keep([Conversation(prompts[i], answer) for i, answer in zip(numbers, batch, strict=True)], kept)
+        else:
+            batch = [conversation.answer_ids for conversation in load_conversations(kept)]
         answers.update(zip(numbers, batch, strict=True))
         tokens = sum(map(len, answers.values()))
         report(len(answers), len(prompts), f"{tokens / len(answers):.0f} tokens an answer")
     return [Conversation(list(prompts[i]), answers[i]) for i in range(len(prompts))]
+
+
+def _keep(made: list[Conversation], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")  # what has its name is whole
+    save_conversations(made, temporary)
+    os.replace(temporary, path)
 
 
 def _answer(
@@ -55,7 +72,7 @@ def _answer(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     state = model.new_state(len(prompts), longest + max_new_tokens)
-    hidden, _ = model(ids.to(device), state=state)
+    hidden, _ = model(ids.to(device), state=state, keep=lengths_B)
     state.commit(lengths_B)  # padding on the right is never committed
     state.know(longest, exact=len(prompts) == 1)
     last = hidden[torch.arange(len(prompts), device=device), lengths_B - 1].unsqueeze(1)

@@ -5,6 +5,8 @@ import torch
 from twofold.data.conversations import PackedRows
 from twofold.models.causal_lm import CausalLM
 
+_AT_ONCE = 2**24  # logits
+
 
 @torch.no_grad()
 def fidelity(model: CausalLM, teacher: CausalLM, rows: PackedRows, batch_rows: int = 8) -> dict[str, float]:
@@ -19,13 +21,14 @@ def fidelity(model: CausalLM, teacher: CausalLM, rows: PackedRows, batch_rows: i
         batch = rows.select(chosen).to(model.device)
         ids, positions = batch.token_ids_NT, batch.positions_NT
         counted = batch.answer_NT[:, 1:] & (positions[:, 1:] > 0)
-        log_q, log_p = (
-            m.logits(m(ids, positions)[0][:, :-1][counted]).double().log_softmax(dim=-1) for m in (model, teacher)
-        )
-        kl += float((log_p.exp() * (log_p - log_q)).sum())
-        agree += float((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum())
-        nll -= float(log_q.gather(1, ids[:, 1:][counted][:, None]).sum())
-        count += len(log_q)
+        hidden = (m(ids, positions)[0][:, :-1][counted] for m in (model, teacher))
+        some = max(1, _AT_ONCE // model.config.vocab_size)
+        for q_MD, p_MD, token_M in zip(*(x.split(some) for x in (*hidden, ids[:, 1:][counted])), strict=True):
+            log_q, log_p = (m.logits(x).double().log_softmax(dim=-1) for m, x in ((model, q_MD), (teacher, p_MD)))
+            kl += float((log_p.exp() * (log_p - log_q)).sum())
+            agree += float((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum())
+            nll -= float(log_q.gather(1, token_M[:, None]).sum())
+            count += len(token_M)
     return {"kl": kl / count, "top1": agree / count, "ppl": float(torch.tensor(nll / count).exp())}
 
 

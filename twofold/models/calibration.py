@@ -7,7 +7,7 @@ N rows, T tokens, D hidden size; a linear layer has K inputs; what makes them ha
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,9 @@ class QuantizeConfig:
         if self.even and self.method != "gptq":
             raise ValueError(f'even = true is for method = "gptq", not "{self.method}"; leave it out')
         _ = self.scheme  # has checks of its own
+        ignored = [f.name for f in fields(self) if f.name != "checkpoint" and getattr(self, f.name) != f.default]
+        if self.checkpoint is not None and ignored:
+            raise ValueError(f"checkpoint takes its grids as they are; leave out {', '.join(ignored)}")
 
     @property
     def scheme(self) -> QuantScheme:

@@ -58,10 +58,16 @@ def choose(logits_BTV: Tensor, positions_BT: Tensor, sampling: Sampling, seeds_B
     """
     if sampling.temperature == 0:
         return logits_BTV.argmax(dim=-1)
-    scores = filtered(logits_BTV.float() / sampling.temperature, sampling)
+    scores = filtered(_tempered(logits_BTV, sampling), sampling)
     if seeds_B is None:
         seeds_B = torch.full((len(scores),), sampling.seed, device=scores.device)
     return (scores + gumbel_noise(seeds_B, positions_BT, scores.shape[-1])).argmax(dim=-1)
+
+
+def _tempered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(z - max z) / temperature: 0 at the best, and nowhere infinite but downwards, however small the temperature."""
+    scores = logits.float()
+    return (scores - scores.max(dim=-1, keepdim=True).values) / sampling.temperature
 
 
 def lead(logits_V: Tensor, position: int, sampling: Sampling) -> float:
@@ -69,7 +75,7 @@ def lead(logits_V: Tensor, position: int, sampling: Sampling) -> float:
     if sampling.temperature == 0:
         best = logits_V.float().topk(2).values
         return float(best[0] - best[1])
-    scores = filtered(logits_V.float() / sampling.temperature, sampling)
+    scores = filtered(_tempered(logits_V, sampling), sampling)
     place = torch.tensor([[position]], device=logits_V.device)
     noise = gumbel_noise(torch.tensor([sampling.seed]), place, len(logits_V))[0, 0]
     best = (scores + noise).topk(2).values
@@ -82,10 +88,13 @@ def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
         least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
     if sampling.top_p < 1:
-        ordered, order = scores.sort(dim=-1, descending=True)
-        mass = ordered.softmax(dim=-1)
+        # stable and in float64, so that a row's nucleus does not depend on the rows beside it
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.double().softmax(dim=-1)
         before = mass.cumsum(dim=-1) - mass
-        ordered = ordered.masked_fill(before >= sampling.top_p, -torch.inf)
+        outside = before >= sampling.top_p
+        outside[..., 0] = False  # also where top_p is 0 in floating point
+        ordered = ordered.masked_fill(outside, -torch.inf)
         scores = torch.empty_like(scores).scatter_(-1, order, ordered)
     if sampling.min_p > 0:
         floor = scores.max(dim=-1, keepdim=True).values + math.log(sampling.min_p)

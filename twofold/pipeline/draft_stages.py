@@ -36,10 +36,6 @@ class Start:
     shape: DraftShape | None
     training: DraftConfig
 
-    def __post_init__(self) -> None:
-        if (self.drafter is None) == (self.shape is None):
-            raise ValueError("give either `drafter`, a folder to start from, or [draft], the shape of a new one")
-
 
 def pretrain(context: StageContext[With[Start]]) -> Metrics:
     """Stage 1: on the original target and its answers."""

@@ -63,6 +63,8 @@ class Recipe:
     gates: GatesConfig = GatesConfig()
 
     def __post_init__(self) -> None:
+        if (self.drafter is None) == (self.draft is None):
+            raise ValueError("give either `drafter`, a folder to start from, or [draft], the shape of a new one")
         if self.draft_pretrain.quantize is not None:
             raise ValueError("[draft_pretrain] trains a dense drafter; set quantize in [draft_finetune]")
         if (self.draft_finetune.quantize is not None) != (self.draft_quantize.method == "trained"):

@@ -69,7 +69,7 @@ def _answer(model: CausalLM, config: GenerateConfig, context: StageContext[Any])
     tokens = 0
     for name, seed in ((HELDOUT, context.seed + 1_000_000), (TRAIN, context.seed)):
         asked = [c.prompt_ids for c in load_conversations(context.inputs["prompts"] / name)]
-        answered = generate(model, asked, config, seed, context.report)
+        answered = generate(model, asked, config, seed, context.report, context.checkpoints.folder)
         save_conversations(answered, context.output / name)
         tokens += sum(len(c.answer_ids) for c in answered)
     return {"answer_tokens": tokens}
@@ -182,7 +182,7 @@ def _own_answers(context: StageContext[With[DistillConfig]]) -> Path:
         made = load_config(GenerateConfig, read_manifest(folder).config["own"], str(folder))
         asked = [c.prompt_ids for c in load_conversations(folder / TRAIN)]
         student = load_frozen(context.inputs["quantize"])
-        answered = generate(student, asked, made, context.seed, context.report)
+        answered = generate(student, asked, made, context.seed, context.report, path.parent)
         temporary = path.with_name(f".{path.name}")
         save_conversations(answered, temporary)
         os.replace(temporary, path)

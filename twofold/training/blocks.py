@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
 
 def make_blocks(rows: PackedRows, anchors_BA: Tensor, block_size: int, mask_token_id: int) -> Blocks:
-    """A label is valid where it is an answer token of the anchor's own document."""
+    """A label is valid where it is an answer token of the anchor's own document, as all before it in the block are."""
     ids, positions = rows.token_ids_NT, rows.positions_NT
     num_tokens = ids.shape[1]
     offset = torch.arange(1, block_size, device=ids.device)
@@ -39,7 +39,7 @@ def make_blocks(rows: PackedRows, anchors_BA: Tensor, block_size: int, mask_toke
     flat = place.clamp(max=num_tokens - 1).flatten(1)
     documents = document_ids(positions)
     same = documents.gather(1, flat).view_as(place) == documents.gather(1, anchors_BA)[..., None]
-    valid = inside & same & rows.answer_NT.gather(1, flat).view_as(place)
+    valid = (inside & same & rows.answer_NT.gather(1, flat).view_as(place)).long().cumprod(dim=-1).bool()
     block_ids = torch.full((*anchors_BA.shape, block_size), mask_token_id, device=ids.device)
     block_ids[..., 0] = ids.gather(1, anchors_BA)
     block_positions = positions.gather(1, anchors_BA)[..., None] + torch.arange(block_size, device=ids.device)
@@ -98,6 +98,8 @@ def calibration_drafts(
     anchors = sample_anchors(rows, num_anchors, seed)
     blocks = make_blocks(rows, anchors, drafter.config.block_size, drafter.config.mask_token_id)
     taps = features_of(target, rows, drafter.config.target_layer_ids).taps
+    used = rows.used_NT[..., None]
+    taps = [tap * used for tap in taps]  # what pads a row's end is no input: zeros count for nothing
     mask = drafter.training_mask(document_ids(rows.positions_NT), anchors).dense  # used once: nothing to compile for
 
     def run() -> Tensor:

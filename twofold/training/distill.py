@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twofold.data.conversations import PackedRows
@@ -56,6 +57,10 @@ class DistillConfig:
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:
+        if self.batch_rows < 1 or self.row_length < 2:
+            raise ValueError(
+                f"batch_rows = {self.batch_rows}, row_length = {self.row_length}: a step needs a row, of two tokens"
+            )
         if self.teacher == "topk" and self.divergence != "forward_kl":
             raise ValueError(
                 f'divergence = "{self.divergence}" needs all of the teacher\'s probabilities; '
@@ -69,6 +74,11 @@ class DistillConfig:
             raise ValueError("best = true chooses among validations; set optimizer.validate_every")
         if self.activation_checkpointing and self.optimizer.captured:
             raise ValueError("activation_checkpointing = true is in no CUDA graph; set one of it and captured to false")
+
+
+def _before_answers(rows: PackedRows) -> Tensor:
+    """[N, T]: the positions that predict an answer's tokens, one before each."""
+    return F.pad(rows.answer_NT[:, 1:] & (rows.positions_NT[:, 1:] > 0), (0, 1))
 
 
 def trainable(student: CausalLM, head: bool = False, layers: bool = True) -> dict[str, nn.Parameter]:
@@ -122,7 +132,7 @@ def distill(
             hidden, _ = student(batch.token_ids_NT, batch.positions_NT, most_documents=most)
             told = told or (features(numbers, batch).hidden,)
         head_VD = _head(student, dtype) if frozen_head is None else frozen_head
-        counted_M = (batch.answer_NT if config.tokens == "answer" else batch.used_NT).flatten()
+        counted_M = (_before_answers(batch) if config.tokens == "answer" else batch.used_NT).flatten()
         # captured, all positions are taken, with weight 0 if they do not count: the host would wait for how many do
         places, weights_M = (slice(None), counted_M) if captured else (counted_M, None)
         student_MD, *told_MX = (x.flatten(0, 1)[places] for x in (hidden, *told))

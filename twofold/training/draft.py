@@ -57,6 +57,11 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if not self.gamma > 0:
             raise ValueError(f"gamma = {self.gamma} is no decay; use a positive number")
+        if min(self.batch_rows, self.anchors, self.heldout_rows) < 1 or self.row_length < 2:
+            raise ValueError(
+                f"batch_rows = {self.batch_rows}, anchors = {self.anchors}, heldout_rows = {self.heldout_rows}, "
+                f"row_length = {self.row_length}: a step needs one or more, and rows of two tokens"
+            )
         if self.joined < 0:
             raise ValueError(f"joined = {self.joined}: every so many rows are one document; 0 is none")
         if not 0 <= self.alpha <= 1:

@@ -39,6 +39,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps = {self.steps}; a training takes at least one")
+        if self.checkpoint_every < 1 or self.validate_every < 0:
+            raise ValueError(
+                f"checkpoint_every = {self.checkpoint_every}, validate_every = {self.validate_every}: every so many "
+                "steps; validate_every = 0 is at the end alone"
+            )
+        if not self.clip > 0:
+            raise ValueError(f"clip = {self.clip} leaves no gradient; use the largest norm, inf for none")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup = {self.warmup} is a share of the steps, in [0, 1]")
         if self.method == "muon" and self.states == "8bit":
             raise ValueError('optimizer.states = "8bit" is for AdamW; leave it out with method = "muon"')
         if self.captured and self.states == "8bit":
