@@ -103,6 +103,23 @@ def test_fixed_shapes_take_the_steps_of_the_eager_form(
             assert (fixed[name] - eager[name]).norm() < (0.1 if coarse else 0.01) * moved.norm(), name
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+def test_a_step_in_parts_is_the_step(options: dict[str, Any], captured: bool, tmp_path: Path) -> None:
+    """Rows have answers of many lengths: means of parts would not be the mean."""
+    (before, whole), (_, parts) = (
+        drafted(
+            tmp_path / f"{some}", optimizer=optimizer(captured=captured), batch_rows=5, rows_at_once=some, **options
+        )
+        for some in (0, 2)
+    )
+    coarse = options.get("precision") == "bfloat16" or "quantize" in options
+    for name, start in before.items():
+        if name in whole and whole[name].is_floating_point() and not torch.equal(whole[name], start):
+            moved = whole[name] - start
+            assert (parts[name] - whole[name]).norm() < (0.1 if coarse else 0.01) * moved.norm(), name
+
+
 @pytest.mark.parametrize("method", ["muon", "adamw"])
 @every_case
 def test_replayed_steps_are_those_that_are_called(

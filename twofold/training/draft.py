@@ -34,7 +34,8 @@ class DraftConfig:
     and optimizer are float32. `quantize`: the layers are trained as they will be packed, rounded on their searched
     grids with a straight-through estimator; "learned" `scales` have a learning rate of their own, a tenth of the
     weights' unless given, and no weight decay. `joined`: every so many rows are one document each (0: none): a drafter
-    guesses badly after contexts longer than those it learned from.
+    guesses badly after contexts longer than those it learned from. `rows_at_once`: of a step's rows, whose activations
+    are in memory together (0: of all); the step is the same.
     """
 
     optimizer: OptimizerConfig
@@ -43,6 +44,7 @@ class DraftConfig:
     gamma: float = 4.0
     alpha: float = 0.5
     batch_rows: int = 4
+    rows_at_once: int = 0
     row_length: int = 512
     anchors: int = 24
     joined: int = 0
@@ -62,6 +64,8 @@ class DraftConfig:
                 f"batch_rows = {self.batch_rows}, anchors = {self.anchors}, heldout_rows = {self.heldout_rows}, "
                 f"row_length = {self.row_length}: a step needs one or more, and rows of two tokens"
             )
+        if self.rows_at_once < 0:
+            raise ValueError(f"rows_at_once = {self.rows_at_once}: so many rows of a step in memory; 0 is all")
         if self.joined < 0:
             raise ValueError(f"joined = {self.joined}: every so many rows are one document; 0 is none")
         if not 0 <= self.alpha <= 1:
@@ -80,9 +84,11 @@ def draft_loss(
     features: Features,
     config: DraftConfig,
     head_VD: Tensor,
+    total: Tensor | None = None,
 ) -> Tensor:
     """sum_m w_m l_m / sum_m w_m over the valid guesses, l the mixture of `DraftLoss` and w the decay; with D-PACE's
-    weights the sum is divided by the number of blocks. `head_VD` is the target's head, whose dtype the products have.
+    weights the sum is divided by the number of blocks; where these are a part of a step's, by the `total_weight` of
+    all. `head_VD` is the target's head, whose dtype the products have.
     In a captured training all guesses are taken, with weight 0 where they are not valid.
     """
     with autocast(config.precision, target.device):
@@ -106,10 +112,9 @@ def draft_loss(
         log_q[places_M] = log_q_M.float()
         return chosen(dpace_weights(log_q.view(valid.shape), valid, config.alpha))
 
-    decay_K = block_weights(drafter.config.block_size, config.gamma, guesses.device)
-    given: dict[str, Any] = {"chunk": config.vocab_chunk, "weights_M": chosen(decay_K * valid)}
-    if config.positions == "dpace":
-        given |= {"weights_M": dpace, "total": valid[..., 0].sum().clamp(min=1)}
+    weights = dpace if config.positions == "dpace" else chosen(_decayed(valid, config))
+    total = total_weight(valid, config) if total is None else total
+    given: dict[str, Any] = {"chunk": config.vocab_chunk, "weights_M": weights, "total": total}
 
     def to_target(kind: Literal["forward_kl", "total_variation"]) -> Tensor:
         return linear_divergence(guesses_MD, scorer_VD, wanted_MD, head_VD, kind=kind, labels_M=labels_M, **given)
@@ -122,6 +127,17 @@ def draft_loss(
     if config.loss.total_variation:
         terms.append(config.loss.total_variation * to_target("total_variation"))
     return torch.stack(terms).sum()
+
+
+def total_weight(valid_BAK: Tensor, config: DraftConfig) -> Tensor:
+    """What the weighted sum over a step's guesses is divided by."""
+    if config.positions == "dpace":
+        return valid_BAK[..., 0].sum().clamp(min=1)
+    return _decayed(valid_BAK, config).sum().clamp(min=1)  # the first guess of a block has weight 1
+
+
+def _decayed(valid_BAK: Tensor, config: DraftConfig) -> Tensor:
+    return block_weights(valid_BAK.shape[-1] + 1, config.gamma, valid_BAK.device) * valid_BAK
 
 
 def train_drafter(
@@ -157,11 +173,21 @@ def train_drafter(
         return numbers, anchors, *vars(batch).values()
 
     def loss_of(numbers: Tensor, anchors: Tensor, *fields: Tensor) -> Tensor:
-        batch = PackedRows(*fields)
-        blocks = make_blocks(batch, anchors, block_size, drafter.config.mask_token_id)
-        with autocast(config.precision, target.device):
-            found = features(numbers, batch)
-        return draft_loss(drafter, target, batch, blocks, found, config, head_VD)
+        """The value is that of all rows; what is left to differentiate is of the last that are in memory."""
+        whole = make_blocks(PackedRows(*fields), anchors, block_size, drafter.config.mask_token_id)
+        total, value = total_weight(whole.valid_BAK, config), torch.zeros((), device=anchors.device)
+        some = config.rows_at_once or len(anchors)
+        for start in range(0, len(anchors), some):
+            own = slice(start, start + some)
+            batch, blocks = PackedRows(*(x[own] for x in fields)), Blocks(*(x[own] for x in whole))
+            with autocast(config.precision, target.device):
+                found = features(numbers[own], batch)
+            loss = draft_loss(drafter, target, batch, blocks, found, config, head_VD, total)
+            if start + some < len(anchors):
+                loss.backward()
+                loss = loss.detach()
+            value = value + loss
+        return value
 
     parameters = {name: p for name, p in drafter.named_parameters() if not name.startswith("draft_head.")}
     scale_rate, rate = config.scale_learning_rate, config.optimizer.learning_rate
