@@ -73,6 +73,7 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["run", "toy.toml", "--until", "wall"], "no stage 'wall'; stages are: seeds, walk, judge"),
         (["run", "bad.toml"], "bad.toml [walk]: unknown key 'stepz'; did you mean 'steps'?"),
         (["run", "none.toml"], "there is no none.toml; check the path"),
+        (["roofline", "--shape", "tiny", "--gpu", "h200", "--measured", "."], ".: Is a directory; check the path"),
         (["status", "nowhere"], "nowhere is not a folder of a run"),
         (["chat", "nowhere"], "nowhere is not a folder of a run; make one with: twofold run pocket"),
         (["chat", "."], ". has no finished stage 'pack'; go on with: twofold run RECIPE --out ."),

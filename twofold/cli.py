@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 gate missed, 2 bad input, 130 interrupted."""
     options = _parser().parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
+    from safetensors import SafetensorError
+
     from twofold.evaluation.gates import GateFailure
 
     try:
@@ -53,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for gate in failure.missed:
             print(f"twofold: gate missed: {gate.describe()}", file=sys.stderr)
         return 1
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:  # who reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is it told again at the end
+        return 0
+    except (ValueError, OSError, SafetensorError) as error:
         if options.traceback:
             traceback.print_exc()
         print(f"twofold: error: {_one_line(error)}", file=sys.stderr)
@@ -66,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _one_line(error: Exception) -> str:
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"there is no {error.filename}; check the path"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check the path, its permissions and the room on the disk"
     return " ".join(str(error).split())
 
 

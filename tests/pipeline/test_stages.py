@@ -27,7 +27,7 @@ from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import load_drafter
 from twofold.pipeline import draft_stages
 from twofold.pipeline.artifact import read_artifact
-from twofold.pipeline.commands import export_run, load_engine
+from twofold.pipeline.commands import evaluate, export_run, load_engine
 from twofold.pipeline.measure_stages import long_prompts
 from twofold.pipeline.models import decode_precision
 from twofold.pipeline.recipe import load_recipe
@@ -262,3 +262,16 @@ def test_a_finished_run_is_exported(line: tuple[Path, Path], tmp_path: Path, eng
     without = export_run(out, engine, tmp_path / "without", "none")
     assert without.drafter is None
     assert "speculative" not in without.command
+
+
+def test_measured_again_the_quality_is_that_of_the_run(
+    line: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured, kept = evaluate(line[1]), read_artifact(line[1] / "evaluate").metrics
+    assert measured["qad"] == pytest.approx(kept["qad"])
+    assert f"kl {kept['qad']['kl']:.4g}" in capsys.readouterr().out
+
+
+def test_weights_may_be_read_by_whom_the_umask_allows(line: tuple[Path, Path]) -> None:
+    pack = line[1] / "pack"
+    assert (pack / "model.safetensors").stat().st_mode == (pack / "config.json").stat().st_mode

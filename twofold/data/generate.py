@@ -20,6 +20,13 @@ class GenerateConfig:
     min_p: float = 0.0
     batch_size: int = 64
 
+    def __post_init__(self) -> None:
+        if min(self.max_new_tokens, self.batch_size) < 1:
+            raise ValueError(
+                f"max_new_tokens = {self.max_new_tokens}, batch_size = {self.batch_size}: each is 1 or more"
+            )
+        Sampling(temperature=self.temperature, min_p=self.min_p)  # has checks of its own
+
 
 @torch.inference_mode()
 def generate(

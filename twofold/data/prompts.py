@@ -17,6 +17,13 @@ class PromptsConfig:
     heldout_count: int = 48
     max_tokens: int = 192  # a longer prompt is an error
 
+    def __post_init__(self) -> None:
+        if min(self.count, self.heldout_count, self.max_tokens) < 1:
+            raise ValueError(
+                f"count = {self.count}, heldout_count = {self.heldout_count}, max_tokens = {self.max_tokens}: "
+                "each is 1 or more"
+            )
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from twofold.export.card import Card, drafter_card, target_card
@@ -26,7 +25,7 @@ from twofold.models.checkpoint import load_target, save_target
 from twofold.models.config import LINEAR
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_checkpoint import check_fits, load_drafter, save_drafter
-from twofold.models.folder import TOKENIZER_FILES, WEIGHTS, read_json, read_tensors
+from twofold.models.folder import TOKENIZER_FILES, WEIGHTS, read_json, read_tensors, save_weights
 from twofold.models.packed import quantization_config
 from twofold.models.speculators import BORROWED, to_speculators
 from twofold.quant.linear import PackedLinear
@@ -137,4 +136,4 @@ def _add_borrowed(folder: Path, model: CausalLM) -> None:
     tensors: dict[str, Tensor] = read_tensors(folder)
     for name, weight in zip(BORROWED, (model.embed_tokens.weight, head.weight), strict=True):
         tensors[name] = weight.detach().to(torch.bfloat16).clone()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_weights(tensors, folder / WEIGHTS)

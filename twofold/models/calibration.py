@@ -55,8 +55,8 @@ class QuantizeConfig:
     def __post_init__(self) -> None:
         if self.method not in ("rtn", "gptq", "awq"):
             raise ValueError(f"method {self.method!r} is not known; use 'rtn', 'gptq' or 'awq'")
-        if self.batch_rows < 1:
-            raise ValueError(f"batch_rows = {self.batch_rows} is no batch; use 1 or more")
+        if min(self.batch_rows, self.rows) < 1:
+            raise ValueError(f"batch_rows = {self.batch_rows}, rows = {self.rows}: each is 1 or more")
         if self.even and self.method != "gptq":
             raise ValueError(f'even = true is for method = "gptq", not "{self.method}"; leave it out')
         _ = self.scheme  # has checks of its own

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from twofold.models.causal_lm import CausalLM
 from twofold.models.config import FULL, LINEAR, ModelConfig
-from twofold.models.folder import TOKENIZER_FILES, WEIGHTS, file_name, own_names, read_json, read_tensors
+from twofold.models.folder import TOKENIZER_FILES, WEIGHTS, file_name, own_names, read_json, read_tensors, save_weights
 from twofold.models.packed import PACKED_PARTS, install_packed, quantization_config, stored_as
 from twofold.ops.kernels import Kernels
 from twofold.quant.linear import FakeQuantLinear, PackedLinear
@@ -101,7 +100,7 @@ def save_target(
 
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{WEIGHTS}.writing"
-    save_file(tensors, temporary, metadata={"format": "pt"})
+    save_weights(tensors, temporary)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     if source is not None and source.resolve() != folder.resolve():

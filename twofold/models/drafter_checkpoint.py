@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from twofold.models.causal_lm import CausalLM
@@ -21,7 +21,7 @@ from twofold.models.checkpoint import check_tensors
 from twofold.models.draft_head import DraftHead, DraftHeadConfig
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_config import DrafterConfig
-from twofold.models.folder import WEIGHTS, read_json, read_tensors
+from twofold.models.folder import WEIGHTS, read_json, read_tensors, save_weights
 from twofold.models.packed import PACKED_PARTS, install_packed, quantization_config, stored_as
 from twofold.models.speculators import BORROWED, from_speculators, is_speculators
 from twofold.ops.kernels import Kernels
@@ -113,10 +113,10 @@ def save_drafter(drafter: Drafter, folder: Path) -> None:
         hf["quantization_config"] = quantization
     tensors = {name: t for name, t in drafter.state_dict().items() if not name.startswith(f"{HEAD}.")}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_written(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    save_weights(_written(tensors), folder / WEIGHTS)
     if head is not None:
         hf[HEAD] = asdict(head.config)
-        save_file(_written(head.state_dict()), folder / _HEAD_WEIGHTS, metadata={"format": "pt"})
+        save_weights(_written(head.state_dict()), folder / _HEAD_WEIGHTS)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 

@@ -1,13 +1,14 @@
 """The files of a Hugging Face model folder, with errors that name the file at fault."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,6 +27,14 @@ PREFIXES = ("model.language_model.", "model.")
 
 # Parts of a checkpoint that decoding text does not use.
 _UNUSED = re.compile(r"mtp\.|(model\.)?visual\.|.*\.rotary_emb\.inv_freq$")
+
+
+def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file that may be read by whom the umask allows; the library makes them its owner's alone."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def read_json(path: Path) -> dict[str, Any]:

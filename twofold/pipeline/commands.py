@@ -217,7 +217,7 @@ def evaluate(directory: Path) -> Json:
     """Measures quality, acceptance and losslessness again, with the settings of the run, prints and returns them."""
     measured = measure_stages.evaluate(_again(directory, "evaluate", EvaluateConfig))
     for name, figures in measured.items():
-        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if not isinstance(value, list))
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if isinstance(value, int | float))
         print(f"{name:<10}{shown}")
     return measured
 
