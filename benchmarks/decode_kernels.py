@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def divisions(weight: PackedWeight, chosen: Config, whole: bool) -> list[Config]
         config = Config(warps=warps, tiles=tiles, row_tiles=chosen.row_tiles, stages=stages, blocks=blocks, split=split)
         if shared_bytes(weight, config) * blocks <= 220 * 1024:
             found.append(config)
-    return found + [replace(chosen, ahead=ahead) for ahead in range(0, min(chosen.stages, 5), 2)]
+    return found
 
 
 def microseconds(calls: list[Callable[[], Any]], least: int = 24) -> float:

@@ -23,40 +23,35 @@ from torch import Tensor
 
 CHUNK = 64
 _HALF = tl.constexpr(32)
-_MANY = 1024  # tokens that give every multiprocessor some programs of 128 of them
 _LENGTHS = ["tokens", "chunks", "x_b", "a_b", "b_b"]  # prompts of all lengths run the same code
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _convolution_kernel(x_ptr, conv_ptr, weight_ptr, keep_ptr, y_ptr, after_ptr, tokens, channels, x_b, x_t, conv_b,
-                        conv_w, weight_c, weight_w, G, K: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
-                        STEPS: tl.constexpr):  # fmt: skip
-    """A program has some tokens, a few at a time, and K channels: one head of queries or keys, or values."""
+                        conv_w, weight_c, weight_w, G, K: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """A program has half as many tokens as a chunk and K channels: one head of queries or keys, or values."""
     block, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     c = part * K + tl.arange(0, K)
     mine = (c < channels)[None, :]
     x_ptr += b * x_b
     conv_ptr += b * conv_b
-    for step in range(STEPS):
-        t = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
-        z = tl.zeros([TOKENS, K], tl.float32)
-        for j in tl.static_range(W):
-            w = tl.load(weight_ptr + c * weight_c + j * weight_w, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-            source = t + j - (W - 1)
-            new = ((source >= 0) & (source < tokens))[:, None] & mine
-            z += (
-                tl.load(x_ptr + source.to(tl.int64)[:, None] * x_t + c[None, :], mask=new, other=0.0).to(tl.float32) * w
-            )
-            if block + step == 0:
-                old = (source < 0)[:, None] & mine
-                at = (source + W - 1)[:, None] * conv_w + c[None, :]
-                z += tl.load(conv_ptr + at, mask=old, other=0.0).to(tl.float32) * w
-        y = z * tl.sigmoid(z)
-        if part < 2 * G:
-            unit = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6) * tl.where(part < G, K**-0.5, 1.0)
-            y *= unit[:, None]
-        at = (b * tokens + t)[:, None] * channels + c[None, :]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & mine)
+    t = block * _HALF + tl.arange(0, _HALF)
+    z = tl.zeros([_HALF, K], tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(weight_ptr + c * weight_c + j * weight_w, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        source = t + j - (W - 1)
+        new = ((source >= 0) & (source < tokens))[:, None] & mine
+        z += tl.load(x_ptr + source.to(tl.int64)[:, None] * x_t + c[None, :], mask=new, other=0.0).to(tl.float32) * tap
+        if block == 0:
+            old = (source < 0)[:, None] & mine
+            at = (source + W - 1)[:, None] * conv_w + c[None, :]
+            z += tl.load(conv_ptr + at, mask=old, other=0.0).to(tl.float32) * tap
+    y = z * tl.sigmoid(z)
+    if part < 2 * G:
+        unit = tl.rsqrt(tl.sum(y * y, axis=1) + 1e-6) * tl.where(part < G, K**-0.5, 1.0)
+        y *= unit[:, None]
+    at = (b * tokens + t)[:, None] * channels + c[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & mine)
     if block == 0:
         keep = tokens if keep_ptr is None else tl.load(keep_ptr + b).to(tl.int32)
         for w in tl.static_range(W - 1):
@@ -251,10 +246,9 @@ def delta_chunks(
     precision = "tf32x3" if qkv_BTC.dtype == torch.float32 else "tf32"
     sizes = heads, key_heads, width, value_width
 
-    steps = 8 if tokens >= _MANY else 1
-    _convolution_kernel[(triton.cdiv(tokens, 16 * steps), triton.cdiv(channels, width), batch)](
+    _convolution_kernel[(triton.cdiv(tokens, _HALF.value), triton.cdiv(channels, width), batch)](
         qkv_BTC, conv_BWC, weight_CW, keep_B, y, conv_after, tokens, channels, *qkv_BTC.stride()[:2],
-        *conv_BWC.stride()[:2], *weight_CW.stride(), key_heads, width, weight_CW.shape[1], 16, steps, num_warps=4,
+        *conv_BWC.stride()[:2], *weight_CW.stride(), key_heads, width, weight_CW.shape[1], num_warps=4,
     )  # fmt: skip
     _systems_kernel[(chunks, heads, batch)](
         y, a_BTH, b_BTH, A_log_H, dt_bias_H, keep_B, systems, decay, beta, tokens, channels, chunks,
@@ -262,12 +256,12 @@ def delta_chunks(
     )  # fmt: skip
     _inverse_kernel[(batch * heads * chunks * 2,)](systems, inverses, CHUNK // 2, num_warps=1)
     _factors_kernel[(chunks, heads, batch)](
-        y, inverses, decay, beta, erased, written, tokens, channels, chunks, *sizes, precision, num_warps=4,
+        y, inverses, decay, beta, erased, written, tokens, channels, chunks, *sizes, precision, num_warps=2,
     )  # fmt: skip
     columns = min(32, value_width)
     _states_kernel[(value_width // columns, heads, batch)](
         y, erased, written, decay, state_BHKV, starts, state_after, tokens, channels, chunks, state_BHKV.stride(0),
-        *sizes, CHUNK, columns, precision, num_warps=4, num_stages=2 if qkv_BTC.itemsize == 2 else 1,
+        *sizes, CHUNK, columns, precision, num_warps=4, num_stages=3 if qkv_BTC.itemsize == 2 else 1,
     )  # fmt: skip
     columns = min(64, value_width)
     _outputs_kernel[(chunks, heads * (value_width // columns), batch)](

@@ -109,8 +109,8 @@ def test_kernel_unpacks_to_8_bit_floats(kind: str, group: int, gated: bool) -> N
     assert float((codes[0] != codes[1]).float().mean()) < 0.01
 
 
-FEW = Config(warps=2, tiles=1, row_tiles=1, stages=2, ahead=0)
-PAIRS = Config(warps=4, tiles=2, row_tiles=2, stages=3, ahead=2)
+FEW = Config(warps=2, tiles=1, row_tiles=1, stages=2)
+PAIRS = Config(warps=4, tiles=2, row_tiles=2, stages=3)
 MANY = Config(warps=3, tiles=2, row_tiles=4, stages=4)
 SLICES = Config(warps=2, tiles=2, row_tiles=2, stages=4, split=3)
 IDLE = Config(warps=8, tiles=1, row_tiles=2, stages=1)  # warps without work

@@ -15,8 +15,7 @@ REGISTERS = 65536  # of a multiprocessor
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A block has `warps` that split its slice of K (of `split` slices), `tiles` of 16 outputs at once, `row_tiles` of
-    8 rows, `stages` steps in flight, `ahead` of them asked for before the end of the kernel before is awaited and x is
-    asked for; `blocks` fit on a multiprocessor, and no more are launched."""
+    8 rows, `stages` steps in flight; `blocks` fit on a multiprocessor, and no more are launched."""
 
     warps: int
     tiles: int
@@ -24,7 +23,6 @@ class Config:
     stages: int
     blocks: int = 1
     split: int = 1
-    ahead: int = 64
 
 
 def choose(weight: PackedWeight, rows: int, whole: bool = False, most: int = SHARED) -> Config:
@@ -102,7 +100,7 @@ def validate(weight: PackedWeight, config: Config, most: int) -> None:
     """ValueError where no multiprocessor can hold a block of this division of work, of `most` bytes."""
     steps = weight.num_inputs // STEP
     shared = shared_bytes(weight, config)
-    if min(astuple(replace(config, ahead=config.ahead + 1))) < 1 or config.warps > 32 or config.split > steps:
+    if min(astuple(config)) < 1 or config.warps > 32 or config.split > steps:
         raise ValueError(f"{config} for {steps} steps: every number is 1 or more, at most 32 warps and {steps} slices")
     if shared > most:
         raise ValueError(f"{config} needs {shared} bytes of shared memory, a block has {most}; use fewer stages")

@@ -13,8 +13,8 @@
 // at -136 times the sum of the group's x. Sums are about 20 times larger for that, in float32: an error of 1e-5.
 //
 // Compile-time: BITS 4|8|16, GROUP inputs a scale, ASYM, STEPS = K / 64, SPLIT, WARPS, R, NT tiles of 8 rows, STAGES,
-// AHEAD of these asked for before x is, BLOCKS on a multiprocessor, STREAM, EARLY, and what is fused: NORM, GATED,
-// RESIDUAL, TOP1, TAIL (more outputs, of 16-bit weights, by blocks of their own; with BITS 4).
+// BLOCKS on a multiprocessor, STREAM, EARLY, and what is fused: NORM, GATED, RESIDUAL, TOP1, TAIL (more outputs, of 16-bit
+// weights, by blocks of their own; with BITS 4).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -199,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
   for (int i = lane; i < count * 8; i += 32) copy_async<16>(norms + i, norm_weight + k_begin * 64 + i * 8);
 #endif
   commit_copies();
-  auto ask_stage = [&](int i) {
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) {
 #if TAIL
     if (in_tail) {
       if (i < KSTEPS * 4) ask_tail(i);
@@ -210,9 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
       ask(i % KSTEPS, ring + i * SLOT, ring_scales + i * SCALE_SLOT);
     }
     commit_copies();
-  };
-#pragma unroll
-  for (int i = 0; i < AHEAD; i++) ask_stage(i);
+  }
   let_next_kernel_start();
   await_kernel_before();
 
@@ -252,8 +251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed_linear(
   for (int s = 0; s < KSTEPS; s++)
     if (HAS(s)) load(s, xs[s]);
 #endif
-#pragma unroll
-  for (int i = AHEAD; i < STAGES; i++) ask_stage(i);
 #if NORM
   await_copies<STAGES>();
   __syncthreads();

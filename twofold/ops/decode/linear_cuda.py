@@ -45,7 +45,6 @@ def defines(weight: PackedWeight, config: Config, fused: Fused) -> tuple[str, ..
         "R": config.tiles,
         "NT": config.row_tiles,
         "STAGES": config.stages,
-        "AHEAD": min(config.ahead, config.stages),
         "BLOCKS": config.blocks,
         "STREAM": streams(weight, config),
         "EARLY": reads_early(weight, config),
