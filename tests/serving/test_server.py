@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from tests.serving.fake import FakeEngine
-from twofold.serving.app import create_app, serve
+from twofold.serving.app import Server, serve
 
 
 @dataclass
 class Running:
     url: str
     engine: FakeEngine
-    server: uvicorn.Server
+    server: Server
     thread: threading.Thread
 
     def client(self) -> openai.OpenAI:
@@ -34,12 +40,7 @@ class Running:
 
 def start(engine: FakeEngine) -> Running:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        create_app(engine),  # type: ignore[arg-type]
-        log_level="warning",
-        timeout_graceful_shutdown=1,
-    )
-    server = uvicorn.Server(config)
+    server = Server(engine)  # type: ignore[arg-type]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     until(lambda: server.started, 10)
@@ -196,3 +197,45 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
             serve(load, host="127.0.0.1", port=port)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cannot listen on port 8000 of nowhere\.invalid"):
         serve(load, host="nowhere.invalid", port=8000)  # type: ignore[arg-type]
+
+
+SERVER = """
+import sys, types
+from tests.serving.fake import FakeEngine
+from twofold import cli
+commands = types.ModuleType("twofold.pipeline.commands")
+commands.load_engine = lambda *_: FakeEngine(cycle_s=0.005)
+sys.modules[commands.__name__] = commands
+sys.exit(cli.main(["serve", ".", "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_answer_with_an_error_that_its_client_understands(end: signal.Signals) -> None:
+    """A stream, one who waits behind it, one who reads nothing, one whose request never becomes whole."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())
+    assert found is not None
+    client = openai.OpenAI(base_url=found[0], api_key="none", max_retries=0, timeout=20)
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as sockets:
+        stream = client.completions.create(model="fake", prompt="forever", max_tokens=4000, stream=True)
+        next(iter(stream))
+        waiting = pool.submit(client.completions.create, model="fake", prompt="hello")
+        for body in (json.dumps({"model": "fake", "prompt": "forever", "stream": True}), "{"):
+            raw = sockets.enter_context(socket.create_connection(("127.0.0.1", int(found[1]))))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {max(9, len(body))}\r\n\r\n"
+            raw.sendall((head + body).encode())
+        until(lambda: httpx.get(found[0].replace("/v1", "/health")).json()["active_requests"] == 3, 5)
+        process.send_signal(end)
+        began = time.monotonic()
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as refused:
+            waiting.result()
+        assert refused.value.status_code == 503
+        assert process.wait(10) == (130 if end == signal.SIGINT else -end)
+        assert time.monotonic() - began < 2
+    assert process.stderr is not None
+    assert process.stderr.read() == ""

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -25,6 +25,7 @@ from twofold.serving.protocol import ApiError, Call, parse_chat, parse_completio
 from twofold.serving.worker import Generation, Worker
 
 _log = logging.getLogger(__name__)
+_GRACE_S = 1
 
 # The page loads nothing from anywhere and talks to its own server only.
 _PAGE_POLICY = (
@@ -101,7 +102,7 @@ def create_app(engine: Engine) -> Starlette:
         "owned_by": "twofold",
         "max_model_len": engine.max_context,
     }
-    return Starlette(
+    app = Starlette(
         lifespan=lifespan,
         routes=[
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -111,8 +112,30 @@ def create_app(engine: Engine) -> Starlette:
             Route("/health", health),
             Route("/", page),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _nobody},
     )
+    app.state.worker = worker
+    return app
+
+
+class Server(uvicorn.Server):
+    """The application on a socket. When it is told to end, answers under way end at once with an error that their
+    clients are told; a client that does not take it, or is still sending its request, is left after a second."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._app = create_app(engine)
+        super().__init__(
+            uvicorn.Config(self._app, log_level="warning", access_log=False, timeout_graceful_shutdown=2 * _GRACE_S)
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.worker.end()
+        asyncio.get_running_loop().call_later(_GRACE_S, self._leave)
+        await super().shutdown(sockets)
+
+    def _leave(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def serve(load: Callable[[], Engine], *, host: str, port: int) -> None:
@@ -121,12 +144,11 @@ def serve(load: Callable[[], Engine], *, host: str, port: int) -> None:
     The port is taken before the engine is loaded, which may take minutes. Raises ValueError if it cannot be.
     """
     with _listen(host, port) as listener:
-        app = create_app(load())
+        server = Server(load())
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
         print(f"chat: {address}/   OpenAI API: {address}/v1   end with Ctrl-C", flush=True)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -194,6 +216,8 @@ async def _cancelled_without_client(generation: Generation, receive: Receive) ->
 
 def _refusal(error: Exception) -> ApiError:
     """What the client is told about an error of the engine; what is not about the request is logged."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, ValueError):
         return ApiError(str(error))
     _log.error("the engine failed", exc_info=error)
@@ -208,3 +232,7 @@ async def _http_error(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = ApiError(message, status=error.status_code)
     return JSONResponse(refusal.body, status_code=error.status_code, headers=error.headers)
+
+
+async def _nobody(request: Request, error: Any) -> Response:
+    return Response(status_code=400)  # the client went away before its request was whole

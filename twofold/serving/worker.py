@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 from twofold.decoding.engine import Delta, Engine, Request
+from twofold.serving.protocol import ApiError
 
 
 class Generation:
@@ -22,6 +23,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._cancelled = False
+        self._reason: Exception | None = None
         self._future: Future[None] | None = None
 
     def start(self, pool: ThreadPoolExecutor, finished: Callable[[], None]) -> Future[None]:
@@ -30,9 +32,10 @@ class Generation:
         self._future = pool.submit(self._run)
         return self._future
 
-    def cancel(self) -> None:
-        """Makes the engine stop after the cycle it is in; a request that still waits is never begun."""
-        self._cancelled = True
+    def cancel(self, reason: Exception | None = None) -> None:
+        """Makes the engine stop after the cycle it is in; a request that still waits is never begun. The iteration
+        ends, with `reason` raised if there is one."""
+        self._cancelled, self._reason = True, reason
         if self._future is not None:
             self._future.cancel()
         self._queue.put_nowait(None)
@@ -42,6 +45,8 @@ class Generation:
             if isinstance(item, Exception):
                 raise item
             yield item
+        if self._reason is not None:
+            raise self._reason
 
     def _run(self) -> None:
         # The thread does not wait for the loop between deltas: the engine is never slowed by a client.
@@ -71,6 +76,7 @@ class Worker:
         self._engine = engine
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._unfinished: set[Generation] = set()
+        self._ended = False
 
     @property
     def active(self) -> int:
@@ -78,6 +84,9 @@ class Worker:
         return len(self._unfinished)
 
     def start(self, request: Request) -> Generation:
+        """ApiError after `end`."""
+        if self._ended:
+            raise _ending()
         generation = Generation(self._engine, request)
         self._unfinished.add(generation)
 
@@ -87,8 +96,17 @@ class Worker:
         generation.start(self._pool, finished).add_done_callback(finished)
         return generation
 
-    async def close(self) -> None:
-        """Cancels everything and waits for the thread to end."""
+    def end(self) -> None:
+        """Whoever runs or waits is refused, as are all who come later."""
+        self._ended = True
         for generation in list(self._unfinished):
-            generation.cancel()
+            generation.cancel(_ending())
+
+    async def close(self) -> None:
+        """`end`, and waits for the thread to end."""
+        self.end()
         await asyncio.to_thread(self._pool.shutdown)
+
+
+def _ending() -> ApiError:
+    return ApiError("the server is shutting down; ask again when it is back", status=503)
