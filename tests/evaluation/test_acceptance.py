@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import repeat
 
 import pytest
@@ -115,6 +116,28 @@ def test_the_trainer_walks_through_the_cycles_of_the_decode_loop(
             map(sorted, map(Counter.items, found.answers))
         )
         assert got.accept_length == found.accept_length > 1.2
+
+
+def test_they_agree_where_an_eos_falls_into_the_last_block(
+    trained: tuple[CausalLM, Drafter, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the EOS is in the answer, and whether `max_tokens` is there, is within a block of it, or cuts it off."""
+    target, drafter, answers = trained
+    asked, answer = list(PROMPTS[0]), answers[0]
+    ends = sorted(answer.index(token) for token in set(answer))[1:]
+    last_cycle_counts = 0
+    for end in ends:
+        monkeypatch.setattr(target, "config", replace(target.config, eos_token_ids=(answer[end],)))
+        cycles = []
+        for max_tokens in range(end, end + 2 + BLOCK):
+            found, [got] = measure_acceptance(target, drafter, [asked], max_tokens, Sampling(), quiet)
+            assert got == answer[: min(max_tokens, end + 1)]
+            rows = pack([Conversation(asked, got)], 48)
+            assert found.counts == teacher_forced_acceptance(drafter, target, rows).counts
+            cycles.append(found.cycles)
+        assert len(set(cycles[1:])) == 1  # what cut nothing changes nothing
+        last_cycle_counts += cycles[1] > cycles[0]
+    assert last_cycle_counts
 
 
 def test_trainer_and_engine_agree_on_the_pocket_pair() -> None:

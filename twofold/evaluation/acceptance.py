@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from twofold.decoding.acceptance import Acceptance
+from twofold.decoding.acceptance import Acceptance, walk
 from twofold.decoding.step import decode
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
@@ -40,12 +40,15 @@ def measure_acceptance(
     stop_ids = frozenset(target.config.eos_token_ids)
     for number, prompt in enumerate(prompts, 1):
         tokens: list[int] = []
-        accepted: list[int] = []
-        for cycle in decode(target, drafter, tuple(prompt), max_tokens, sampling, stop_ids):
-            whole = len(cycle.token_ids) == cycle.num_accepted + 1
-            if tokens and whole and max_tokens - len(tokens) >= found.block_size:
-                accepted.append(cycle.num_accepted)
+        right: dict[int, int] = {}  # after the anchor's position in the answer; the prefill's entry, -1, counts nothing
+        room = max_tokens + found.block_size - 1  # so that the last cycle too drafts a whole block, as in training
+        for cycle in decode(target, drafter, tuple(prompt), room, sampling, stop_ids):
+            right[len(tokens) - 1] = cycle.num_accepted
             tokens += cycle.token_ids
+            if len(tokens) >= max_tokens:
+                break
+        del tokens[max_tokens:]
+        accepted = walk(right, 0, len(tokens), found.block_size, ended=tokens[-1] in stop_ids)
         found.add(accepted, categories[number - 1] if categories else "")
         answers.append(tokens)
         report(number, len(prompts), f"accept length {found.accept_length:.2f}")

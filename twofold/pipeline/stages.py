@@ -78,7 +78,7 @@ STAGES: tuple[Stage[Any], ...] = (
     ),
     Stage(
         name="evaluate",
-        version=2,
+        version=3,
         config=_with_model(lambda r: r.evaluate),
         run=evaluate,
         parents=("prompts", "generate", "quantize", "pack", "draft_pretrain", "draft_finetune", "draft_quantize"),
