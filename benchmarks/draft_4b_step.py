@@ -38,7 +38,7 @@ from twofold.ops.documents import most_documents
 from twofold.ops.draft_attention import draft_attention, flex_draft_attention
 from twofold.ops.kernels import Kernels
 from twofold.training.blocks import Blocks, make_blocks, sample_anchors
-from twofold.training.draft import DraftConfig, draft_loss
+from twofold.training.draft import DraftConfig, draft_loss, total_weight
 from twofold.training.losses import DraftLoss
 from twofold.training.optimizer import OptimizerConfig, new_optimizer
 from twofold.training.step import WARM_UPS, Inputs, TrainingStep
@@ -90,20 +90,20 @@ def measure(args: argparse.Namespace, config: ModelConfig, shape: DraftShape, de
         rows = random_rows(config, parts * args.rows, args.length, step)
         return sample_anchors(rows, args.anchors, step), *vars(rows).values()
 
-    def blocks_of(anchors: Tensor, *fields: Tensor) -> tuple[PackedRows, Blocks]:
-        rows = PackedRows(*fields)
-        return rows, make_blocks(rows, anchors, shape.block_size, shape.mask_token_id)
+    def blocks_of(anchors: Tensor, *fields: Tensor) -> Blocks:
+        return make_blocks(PackedRows(*fields), anchors, shape.block_size, shape.mask_token_id)
 
     most = most_documents(random_rows(config, args.rows, args.length, 0).positions_NT, args.rows)
 
-    def loss_of(*inputs: Tensor) -> Tensor:
+    def loss_of(anchors: Tensor, *fields: Tensor) -> Tensor:
         """The value is that of all parts; what is left to differentiate is the last one."""
-        value = torch.zeros((), device=device)
+        whole = blocks_of(anchors, *fields)
+        total, value = total_weight(whole.valid_BAK, training), torch.zeros((), device=device)
         for part in range(parts):
             own = slice(part * args.rows, (part + 1) * args.rows)
-            rows, blocks = blocks_of(*(x[own] for x in inputs))
+            rows, blocks = PackedRows(*(x[own] for x in fields)), Blocks(*(x[own] for x in whole))
             features = features_of(target, rows, shape.target_layer_ids, most if args.captured else None)
-            loss = draft_loss(drafter, target, rows, blocks, features, training, head) / parts
+            loss = draft_loss(drafter, target, rows, blocks, features, training, head, total)
             if part + 1 < parts:
                 loss.backward()
                 loss = loss.detach()
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, config: ModelConfig, shape: DraftShape, de
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     inputs = inputs_at(0)
-    guesses = int(blocks_of(*inputs)[1].valid_BAK.sum())
+    guesses = int(blocks_of(*inputs).valid_BAK.sum())
     for step in range(args.steps):
         began = time.perf_counter()
         work.begin(inputs)
