@@ -123,6 +123,17 @@ def test_logprobs_are_one_a_token() -> None:
     assert chat("é").json()["choices"][0]["logprobs"] is None
 
 
+def test_offsets_are_those_of_characters_in_the_answer() -> None:
+    """Bytes as tokens: those of one character have its offset. A stream's offsets go on from chunk to chunk."""
+    asked: dict[str, Any] = {"prompt": "né你😀!", "logprobs": 0, "max_tokens": 99}
+    answer = post("/v1/completions", **asked).json()["choices"][0]
+    wanted = [at for at, character in enumerate(answer["text"]) for _ in character.encode()]
+    assert answer["text"] == "re: né你😀!"
+    assert answer["logprobs"]["text_offset"] == wanted
+    pieces = [piece["choices"][0]["logprobs"] for piece in chunks(post("/v1/completions", **asked, stream=True))]
+    assert [offset for piece in pieces for offset in piece["text_offset"]] == wanted
+
+
 def test_the_sampling_reaches_the_engine_and_its_seed_differs() -> None:
     engine = FakeEngine()
     for _ in range(2):

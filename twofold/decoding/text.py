@@ -58,6 +58,11 @@ class TextStream:
             return len(self._begins)
         return bisect_left(self._begins, self._given)
 
+    @property
+    def length(self) -> int:
+        """Whole characters that the tokens so far have, whether they are given out or not."""
+        return self._length
+
     def _characters(self, token: int) -> str:
         """The whole characters that the token completes."""
         self._begins.append(self._length)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twofold.decoding.engine import Delta
+from twofold.decoding.text import TextStream
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -39,7 +40,7 @@ class Answer:
         last = parts[-1] if parts else None  # none: cancelled, nobody will read this
         choice: Json = {"index": 0, "finish_reason": last.finish_reason if last else None}
         choice |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        choice["logprobs"] = self._logprobs(parts)
+        choice["logprobs"] = self._logprobs(parts, TextStream(self.decode))
         body = self._head("chat.completion") | {"choices": [choice], "usage": self._usage(parts)}
         return body | (_statistics(last) if last else {})
 
@@ -50,13 +51,13 @@ class Answer:
         if self.chat:
             role = {"role": "assistant", "content": ""}
             yield head | {"choices": [self._piece(role, None, None)]} | empty
-        completion_tokens = 0
+        completion_tokens, before = 0, TextStream(self.decode)
         async for delta in deltas:
             completion_tokens += len(delta.token_ids)
             if not (delta.text or delta.finish_reason or (self.logprobs and delta.logprobs)):
                 continue
             piece = {"content": delta.text} if self.chat else delta.text
-            choice = self._piece(piece, delta.finish_reason, self._logprobs([delta]))
+            choice = self._piece(piece, delta.finish_reason, self._logprobs([delta], before))
             yield head | {"choices": [choice]} | empty | _statistics(delta)
         if include_usage:
             yield head | {"choices": [], "usage": self._counts(completion_tokens)}
@@ -79,14 +80,20 @@ class Answer:
             "total_tokens": self.prompt_tokens + completion_tokens,
         }
 
-    def _logprobs(self, parts: Sequence[Delta]) -> Json | None:
-        """One entry a token, of the chosen token only."""
+    def _logprobs(self, parts: Sequence[Delta], before: TextStream) -> Json | None:
+        """One entry a token, of the chosen token only. `before` has the answer's tokens before these, and takes these:
+        a token's offset is the character of the answer in which its text begins."""
         if not self.logprobs:
             return None
         values = [value for part in parts for value in part.logprobs]
         texts = [self.decode([token]) for part in parts for token in part.token_ids]
         if not self.chat:
-            return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+            offsets = []
+            for part in parts:
+                for token in part.token_ids:
+                    offsets.append(before.length)
+                    before.push([token])
+            return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
         content = []
         for text, value in zip(texts, values, strict=True):
             # A token that is a part of a character has no text whose bytes would be its own.
