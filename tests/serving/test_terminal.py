@@ -43,6 +43,26 @@ def test_a_conversation_that_no_longer_fits_is_said() -> None:
     assert "has 4097 tokens, the context holds 4096; /reset" in notes[0]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # a locale's choice
+def test_bytes_that_are_no_text_are_refused_after_what_came_before(errors: str) -> None:
+    source = io.TextIOWrapper(io.BytesIO(b"hello\n\nh\xe9llo\nagain\n"), encoding="utf-8", errors=errors)
+    sink = io.StringIO()
+    with pytest.raises(ValueError, match="line 3 of the input is not UTF-8; convert it first") as caught:
+        chat(FakeEngine(), source, sink, io.StringIO())  # type: ignore[arg-type]
+    assert not isinstance(caught.value, UnicodeError)
+    assert sink.getvalue() == "re: hello\n"
+
+
+def test_at_a_terminal_the_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed, sink, notes = iter(["plan", "h\udce9llo", "plan", "/quit"]), io.StringIO(), io.StringIO()
+    source = io.StringIO()
+    monkeypatch.setattr(source, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    chat(FakeEngine(), source, sink, notes)  # type: ignore[arg-type]
+    assert sink.getvalue().splitlines() == ["re: 1", "re: 3"]
+    assert "this line is not UTF-8; type it anew" in notes.getvalue().splitlines()
+
+
 def test_an_interrupt_ends_the_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sink, notes = FakeEngine(), io.StringIO(), io.StringIO()
     write = sink.write

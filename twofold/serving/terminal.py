@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Generator, Iterator
 from typing import TextIO, cast
@@ -13,15 +14,23 @@ _HELP = "/reset forgets the conversation, /quit ends; Ctrl-C stops an answer"
 
 def chat(engine: Engine, source: TextIO, sink: TextIO, notes: TextIO) -> None:
     """A conversation of several turns, answered greedily. Lines come from `source`, answers go to `sink`,
-    the speed of each answer and all else to `notes`. Ends at /quit or at the end of `source`.
+    the speed of each answer and all else to `notes`. Ends at /quit or at the end of `source`. ValueError at a line of
+    a pipe that is not UTF-8, when those before it are answered; at a terminal it is noted.
     """
     messages: list[dict[str, str]] = []
     interactive = source.isatty()
     if interactive:
         print(f"{engine.model_name}. {_HELP}", file=notes, flush=True)
-    for line in _lines(source, interactive):
+    if isinstance(source, io.TextIOWrapper):
+        source.reconfigure(errors="surrogateescape")  # bytes that are no text come with their line, not before it
+    for number, line in enumerate(_lines(source, interactive), 1):
         text = line.strip()
         if not text:
+            continue
+        if any("\udc80" <= character <= "\udcff" for character in text):
+            if not interactive:
+                raise ValueError(f"line {number} of the input is not UTF-8; convert it first, with iconv say")
+            print("this line is not UTF-8; type it anew", file=notes, flush=True)
             continue
         if text == "/quit":
             return
