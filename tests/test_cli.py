@@ -75,6 +75,7 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["run", "none.toml"], "there is no none.toml; check the path"),
         (["roofline", "--shape", "tiny", "--gpu", "h200", "--measured", "."], ".: Is a directory; check the path"),
         (["status", "nowhere"], "nowhere is not a folder of a run"),
+        (["status", "my runs"], "start one with: twofold run RECIPE --out 'my runs'"),
         (["chat", "nowhere"], "nowhere is not a folder of a run; make one with: twofold run pocket"),
         (["chat", "."], ". has no finished stage 'pack'; go on with: twofold run RECIPE --out ."),
         (["export", ".", "out", "--to", "vllm"], ". has no finished stage 'pack'"),

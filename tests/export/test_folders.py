@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tests.models.tiny import HYBRID, build, tokens
 from twofold.export.card import Card
 from twofold.export.check import check_drafter, check_target
 from twofold.export.engines import ENGINES, find_engine
-from twofold.export.folders import Exported, export
+from twofold.export.folders import Exported, export, serve_command
 from twofold.models.checkpoint import load_target, packable_linears, save_target
 from twofold.models.draft_head import DraftHeadConfig, make_draft_head
 from twofold.models.drafter import Drafter
@@ -77,6 +78,22 @@ def test_folders_are_complete(artifacts: tuple[Path, Path], engine: str) -> None
         assert str(exported.drafter) in exported.command
         assert exported.command in (exported.drafter / "README.md").read_text()
     assert [path.name for path in artifacts[0].parent.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_a_shell_reads_the_command_as_it_is_meant(engine: str) -> None:
+    """Paths with what shells and JSON give a meaning to."""
+    folder = Path('my models/it\'s "{new}" $x')
+    words = shlex.split(serve_command(ENGINES[engine], folder, 8, 512))
+    assert str(folder / "target") in words
+    if "--speculative-config" in words:
+        config = json.loads(words[words.index("--speculative-config") + 1])
+        assert config == {"method": "dflash", "model": str(folder / "drafter"), "num_speculative_tokens": 7}
+    elif ENGINES[engine].drafter is not None:
+        assert str(folder / "drafter") in words
+    assert serve_command(ENGINES[engine], Path("out"), None, 512) == " ".join(ENGINES[engine].serve).format(
+        target="out/target", context=512
+    )
 
 
 def test_the_state_is_float32_outright(artifacts: tuple[Path, Path]) -> None:

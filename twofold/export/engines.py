@@ -10,19 +10,23 @@ class Engine:
 
     `drafter` is the format of a drafter, None where the engine has no use for one. A drafter's layers in `dense` are
     written in bfloat16 although the artifact has them packed, and are ignored by the patterns beside them; so are
-    those that the artifact has dense. `serve` and `speculate` are formats over {target}, {drafter}, {block} (the
-    drafter's block), {drafted} (one less) and {context}.
+    those that the artifact has dense. `serve` and `speculate` are words of the command, formats over {target},
+    {drafter}, {drafter_json}, {block} (the drafter's block), {drafted} (one less) and {context}.
     """
 
     name: str
     versions: str
     drafter: Literal["dflash", "speculators"] | None
     dense: dict[str, str]  # a drafter's layer -> the pattern that ignores it
-    serve: str
-    speculate: str = ""
+    serve: tuple[str, ...]
+    speculate: tuple[str, ...] = ()
 
 
-_VLLM = "vllm serve {target} --max-model-len {context} --no-enable-prefix-caching"
+_VLLM = ("vllm", "serve", "{target}", "--max-model-len", "{context}", "--no-enable-prefix-caching")
+_VLLM_DFLASH = (
+    "--speculative-config",
+    '{{"method": "dflash", "model": {drafter_json}, "num_speculative_tokens": {drafted}}}',
+)
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
@@ -33,10 +37,7 @@ ENGINES: dict[str, Engine] = {
             drafter="dflash",
             dense={},
             serve=_VLLM,
-            speculate=(
-                """ --speculative-config '{{"method": "dflash", "model": "{drafter}", """
-                """"num_speculative_tokens": {drafted}}}'"""
-            ),
+            speculate=_VLLM_DFLASH,
         ),
         Engine(
             name="sglang",
@@ -45,10 +46,13 @@ ENGINES: dict[str, Engine] = {
             # A packed fc is skipped by its loader, and so left random (sglang#39087); "fc" alone is no pattern that
             # engines find behind a prefix.
             dense={"fc": "re:.*fc$"},
-            serve="python -m sglang.launch_server --model-path {target} --context-length {context}",
+            serve=(
+                *("python", "-m", "sglang.launch_server"),
+                *("--model-path", "{target}", "--context-length", "{context}"),
+            ),
             speculate=(
-                " --speculative-algorithm DFLASH --speculative-draft-model-path {drafter}"
-                " --speculative-num-draft-tokens {block}"
+                *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "{drafter}"),
+                *("--speculative-num-draft-tokens", "{block}"),
             ),
         ),
         Engine(
@@ -56,7 +60,7 @@ ENGINES: dict[str, Engine] = {
             versions="5.17 to 5.21",
             drafter=None,
             dense={},
-            serve="transformers serve {target}",
+            serve=("transformers", "serve", "{target}"),
         ),
         Engine(
             name="speculators",
@@ -64,10 +68,7 @@ ENGINES: dict[str, Engine] = {
             drafter="speculators",
             dense={},
             serve=_VLLM,
-            speculate=(
-                """ --speculative-config '{{"method": "dflash", "model": "{drafter}", """
-                """"num_speculative_tokens": {drafted}}}'"""
-            ),
+            speculate=_VLLM_DFLASH,
         ),
     )
 }

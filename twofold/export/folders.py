@@ -8,6 +8,7 @@ DEST appears when all of it is written and checked, or not at all.
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -79,12 +80,13 @@ def export(target: Path, drafter: Path | None, destination: Path, engine: Engine
 
 
 def serve_command(engine: Engine, destination: Path, block: int | None, context: int) -> str:
-    """The command that serves an export, with a drafter of block size `block` or (None) without."""
-    values: dict[str, Any] = {"target": destination / "target", "context": context}
-    if block is None:
-        return engine.serve.format(**values)
-    values |= {"drafter": destination / "drafter", "block": block, "drafted": block - 1}
-    return (engine.serve + engine.speculate).format(**values)
+    """The command for a shell that serves an export, with a drafter of block size `block` or (None) without."""
+    words, values = engine.serve, {"target": str(destination / "target"), "context": context}
+    if block is not None:
+        drafter = str(destination / "drafter")
+        words += engine.speculate
+        values |= {"drafter": drafter, "drafter_json": json.dumps(drafter), "block": block, "drafted": block - 1}
+    return shlex.join(word.format(**values) for word in words)
 
 
 def _said_outright(model: CausalLM) -> dict[str, Any]:

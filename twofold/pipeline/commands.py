@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -225,7 +226,8 @@ def evaluate(directory: Path) -> Json:
 def _finished(directory: Path, stage: str) -> Path:
     if not (directory / stage).is_dir():
         raise ValueError(
-            f"{directory} has no finished stage {stage!r}; go on with: twofold run RECIPE --out {directory}"
+            f"{directory} has no finished stage {stage!r}; go on with: "
+            f"twofold run RECIPE --out {shlex.quote(str(directory))}"
         )
     read_artifact(directory / stage)
     return directory / stage

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def _validate(value: Any, form: Any, where: str) -> None:
 def read_report(file: Path) -> dict[str, Any]:
     """The figures of a finished run. Raises ValueError if there are none, or they are damaged."""
     if not file.is_file():
-        raise ValueError(f"there is no {file}; finish the run first: twofold status {file.parent}")
+        raise ValueError(f"there is no {file}; finish the run first: twofold status {shlex.quote(str(file.parent))}")
     try:
         data = json.loads(file.read_text())
     except json.JSONDecodeError as error:

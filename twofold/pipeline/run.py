@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,7 +174,9 @@ class StageStatus:
 def status(out: Path, stages: Sequence[Stage[Any]]) -> list[StageStatus]:
     """What is there, read only. "outdated": made from a parent that has been made anew since."""
     if not out.is_dir():
-        raise ValueError(f"{out} is not a folder of a run; start one with: twofold run RECIPE --out {out}")
+        raise ValueError(
+            f"{out} is not a folder of a run; start one with: twofold run RECIPE --out {shlex.quote(str(out))}"
+        )
     current: dict[str, str] = {}  # digests of the artifacts that are not outdated
     return [_stage_status(out, stage, current) for stage in stages]
 
