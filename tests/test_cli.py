@@ -307,3 +307,11 @@ def test_help_is_quick_and_needs_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert time.monotonic() - started < 2  # 0.1 s on an idle machine
     assert "twofold run pocket" in done.stdout
+
+
+def test_who_draws_no_figure_does_not_wait_for_matplotlib() -> None:
+    code = (
+        "import sys, twofold.pipeline.commands, twofold.pipeline.stages, twofold.serving.app\n"
+        "assert 'matplotlib' not in sys.modules, 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,11 +10,10 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _STAND_INS = {
     "#010101": "var(--ink)",
@@ -47,6 +46,9 @@ _STYLE: Any = {  # a dict; matplotlib asks for a type of its own keys
 
 @contextmanager
 def _figure(width: float, height: float, out: list[str], label: str) -> Iterator[Axes]:
+    import matplotlib  # here: who measures or chats draws nothing, and need not wait for it
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure.add_subplot()
