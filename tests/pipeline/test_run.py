@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,6 +163,14 @@ def test_a_changed_config_is_done_anew_from_its_stage_on(recipe: ToyRecipe, tmp_
     assert run(changed, out) == {"seeds": "skipped", "walk": "skipped", "judge": "finished"}
     changed = replace(changed, judge=replace(recipe.judge, digits=2))
     assert run(changed, out) == {"seeds": "skipped", "walk": "skipped", "judge": "finished"}
+
+
+def test_a_parent_that_is_gone_outdates_nothing(recipe: ToyRecipe, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(recipe, out)
+    shutil.rmtree(out / "seeds")
+    assert [s.state for s in status(out, STAGES)] == ["missing", "finished", "finished"]
+    assert run(recipe, out) == {"seeds": "finished", "walk": "skipped", "judge": "skipped"}
 
 
 def test_the_content_of_an_input_counts_and_not_its_place(recipe: ToyRecipe, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pipeline.line import write_recipe
+from twofold.cli import main
 from twofold.data.conversations import Conversation, load_conversations
+from twofold.data.generate import GenerateConfig
 from twofold.decoding.engine import Request
 from twofold.evaluation.gates import GateFailure
 from twofold.models.causal_lm import CausalLM
@@ -28,9 +30,10 @@ from twofold.models.drafter_checkpoint import load_drafter
 from twofold.pipeline import draft_stages
 from twofold.pipeline.artifact import read_artifact
 from twofold.pipeline.commands import evaluate, export_run, load_engine
+from twofold.pipeline.digest import plain
 from twofold.pipeline.measure_stages import long_prompts
 from twofold.pipeline.models import decode_precision
-from twofold.pipeline.recipe import load_recipe
+from twofold.pipeline.recipe import Recipe, load_recipe
 from twofold.pipeline.run import run_pipeline
 from twofold.pipeline.stages import STAGES
 from twofold.quant.linear import PackedLinear
@@ -262,6 +265,70 @@ def test_a_finished_run_is_exported(line: tuple[Path, Path], tmp_path: Path, eng
     without = export_run(out, engine, tmp_path / "without", "none")
     assert without.drafter is None
     assert "speculative" not in without.command
+
+
+@pytest.fixture
+def copied(line: tuple[Path, Path], tmp_path: Path) -> tuple[Recipe, Path]:
+    """The recipe and a finished run of it that may be spoilt."""
+    shutil.copytree(line[1], tmp_path / "run")
+    return load_recipe(str(line[0])), tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("command", "stage"),
+    [
+        ("export --to vllm exported", "pack"),
+        ("chat", "pack"),
+        ("bench", "bench"),
+        ("eval", "evaluate"),
+    ],
+)
+def test_what_is_outdated_is_refused(
+    copied: tuple[Recipe, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    stage: str,
+) -> None:
+    recipe, out = copied
+    run_pipeline(replace(recipe, generate=GenerateConfig(max_new_tokens=3)), out, STAGES, io.StringIO(), "generate")
+    monkeypatch.chdir(out.parent)
+    name, *rest = command.split()
+    assert main([name, "run", *rest]) == 2
+    assert capsys.readouterr().err == (
+        f"twofold: error: run/{stage} is outdated (generate was made anew since); "
+        "bring it up to date with: twofold run RECIPE --out run\n"
+    )
+    assert not Path("exported").exists()
+
+
+def test_a_drafter_that_is_outdated_may_stay_behind(copied: tuple[Recipe, Path], tmp_path: Path) -> None:
+    recipe, out = copied
+    run_pipeline(replace(recipe, regenerate=GenerateConfig(max_new_tokens=3)), out, STAGES, io.StringIO(), "regenerate")
+    with pytest.raises(ValueError, match=r"draft_quantize is outdated \(regenerate was made anew since\)"):
+        export_run(out, "vllm", tmp_path / "exported")
+    assert export_run(out, "vllm", tmp_path / "exported", "none").drafter is None
+
+
+def test_the_folders_of_two_stages_are_enough_to_answer(line: tuple[Path, Path], tmp_path: Path) -> None:
+    for name in ("pack", "draft_quantize"):
+        shutil.copytree(line[1] / name, tmp_path / name)
+    assert load_engine(tmp_path).drafter is not None
+
+
+def test_a_card_tells_of_these_artifacts_alone(copied: tuple[Recipe, Path], tmp_path: Path) -> None:
+    """Of a recipe that came later it says nothing, nor has it figures of what was there before."""
+    recipe, out = copied
+    changed = replace(recipe, name="changed", evaluate=replace(recipe.evaluate, prompts=1))
+    run_pipeline(changed, out, STAGES, io.StringIO(), until="evaluate")
+    (out / "recipe.json").write_text("")
+    card = (export_run(out, "vllm", tmp_path / "exported").target / "README.md").read_text()
+    assert "has not come to a report on these artifacts" in card
+    assert "| healed |" not in card
+    made = json.loads(card.split("```json")[1].split("```")[0])
+    assert (made["model"], made["seed"]) == ("model", 3)
+    assert made["distill"] == plain(recipe.distill)
+    assert "evaluate" not in made
 
 
 def test_measured_again_the_quality_is_that_of_the_run(

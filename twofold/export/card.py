@@ -12,7 +12,8 @@ from twofold.models.drafter_config import DrafterConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the folders do not say themselves. `recipe` and `report` are a run's recipe.json and report.json."""
+    """What the folders do not say themselves. `recipe` has the configuration of every stage that they were made by,
+    `report` is the content of a run's report.json on them."""
 
     name: str
     base_model: str
@@ -59,7 +60,7 @@ def _page(lines: list[str], card: Card, engine: Engine, command: str) -> str:
 
 def _measured(report: Mapping[str, Any] | None) -> list[str]:
     if report is None:
-        return ["Nothing yet: the run has not come to its report."]
+        return ["Nothing yet: the run has not come to a report on these artifacts."]
     lines = ["By Twofold itself, on the machine that the run was made on:", ""]
     if environment := report.get("environment"):
         lines += [", ".join(str(value) for value in environment.values()) + ".", ""]

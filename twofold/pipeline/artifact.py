@@ -88,6 +88,30 @@ def read_artifact(folder: Path, *, hashes: bool = False) -> Manifest:
     return manifest
 
 
+def lineage(out: Path, stage: str) -> dict[str, Manifest]:
+    """The manifests of a stage's artifact and of all that it was made from, by stage, as far as they are there."""
+    found: dict[str, Manifest] = {}
+    waiting = [stage]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (out / name).is_dir():
+            found[name] = read_manifest(out / name)
+            waiting += found[name].parents
+    return found
+
+
+def made_anew(manifests: Mapping[str, Manifest]) -> str | None:
+    """The stage of a lineage that was made anew after what came from it, which makes that outdated; None: none was.
+
+    A parent that is not there outdates nothing: made again as it was, it has the same digest.
+    """
+    for manifest in manifests.values():
+        for name, digest in manifest.parents.items():
+            if name in manifests and manifests[name].digest != digest:
+                return name
+    return None
+
+
 def _remedy(folder: Path) -> str:
     return f"delete the folder {folder} and run the recipe again to make it anew"
 

@@ -6,6 +6,7 @@ import math
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -25,13 +26,15 @@ from twofold.models.shapes import find_shape
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.pipeline import measure_stages
-from twofold.pipeline.artifact import read_artifact
+from twofold.pipeline.artifact import Manifest, lineage, made_anew, read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.digest import Json, file_digest, plain, write_atomically
 from twofold.pipeline.models import decode_precision, device, load_draft, load_frozen
 from twofold.pipeline.progress import Progress
 from twofold.pipeline.recipe import load_config
+from twofold.pipeline.report import read_report
 from twofold.pipeline.stage import StageContext
+from twofold.pipeline.stages import STAGES
 from twofold.pipeline.target_stages import With
 from twofold.training.precision import Precision, dtype_of
 
@@ -40,7 +43,7 @@ C = TypeVar("C")
 
 def load_engine(directory: Path, precision: Precision | None = None) -> Engine:
     """The quantized target and drafter of a run, in what this machine decodes best unless `precision` says otherwise.
-    ValueError when a stage they need is not finished."""
+    ValueError when a stage they need is not finished, or outdated."""
     target, drafter = _finished(directory, "pack"), _finished(directory, "draft_quantize")
     precision = precision or decode_precision()
     return Engine(
@@ -56,15 +59,29 @@ def export_run(directory: Path, engine: str, destination: Path, drafter: str = "
     found = find_engine(engine)
     target = _finished(directory, "pack")
     draft = None if drafter == "none" or found.drafter is None else _finished(directory, drafter)
-    recipe, report = (
-        json.loads((directory / name).read_text()) if (directory / name).is_file() else None
-        for name in ("recipe.json", "report.json")
+    made = lineage(directory, "pack") | ({} if draft is None else lineage(directory, drafter))
+    recipe = _without_places({"model": made["pack"].config, "seed": made["pack"].seed, **_sections(made)})
+    card = Card(
+        name=directory.resolve().name,
+        base_model=str(recipe["model"]),
+        recipe=recipe,
+        report=_report_of(directory, made),
     )
-    base = "unknown" if recipe is None else Path(recipe["model"]).name
-    if recipe is not None:
-        recipe = _without_places(recipe)
-    card = Card(name=directory.resolve().name, base_model=base, recipe=recipe, report=report)
     return export(target, draft, destination, found, card)
+
+
+def _sections(made: Mapping[str, Manifest]) -> dict[str, Json]:
+    """What each stage was made with, less the model that all were."""
+    configs = {stage.name: made[stage.name].config for stage in STAGES if stage.name in made}
+    return {name: config.get("own", config) for name, config in configs.items() if isinstance(config, dict)}
+
+
+def _report_of(directory: Path, made: Mapping[str, Manifest]) -> Json:
+    """The figures of a run's report, None where it is not one of these artifacts as they are now."""
+    manifests = lineage(directory, "report")
+    if not made.keys() <= manifests.keys() or made_anew(manifests) is not None:
+        return None
+    return read_report(_finished(directory, "report") / "report.json")
 
 
 def _without_places(entry: Json) -> Json:
@@ -224,13 +241,14 @@ def evaluate(directory: Path) -> Json:
 
 
 def _finished(directory: Path, stage: str) -> Path:
-    if not (directory / stage).is_dir():
-        raise ValueError(
-            f"{directory} has no finished stage {stage!r}; go on with: "
-            f"twofold run RECIPE --out {shlex.quote(str(directory))}"
-        )
-    read_artifact(directory / stage)
-    return directory / stage
+    """The folder of a stage's artifact. ValueError unless it is whole and up to date."""
+    folder, command = directory / stage, f"twofold run RECIPE --out {shlex.quote(str(directory))}"
+    if not folder.is_dir():
+        raise ValueError(f"{directory} has no finished stage {stage!r}; go on with: {command}")
+    read_artifact(folder)
+    if (anew := made_anew(lineage(directory, stage))) is not None:
+        raise ValueError(f"{folder} is outdated ({anew} was made anew since); bring it up to date with: {command}")
+    return folder
 
 
 def _again(directory: Path, stage: str, cls: type[C]) -> StageContext[With[C]]:

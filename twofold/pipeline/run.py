@@ -18,6 +18,8 @@ from twofold.pipeline.artifact import (
     CHECKPOINT,
     Manifest,
     finish,
+    lineage,
+    made_anew,
     open_partial,
     partial_folder,
     read_artifact,
@@ -172,16 +174,15 @@ class StageStatus:
 
 
 def status(out: Path, stages: Sequence[Stage[Any]]) -> list[StageStatus]:
-    """What is there, read only. "outdated": made from a parent that has been made anew since."""
+    """What is there, read only. "outdated": one of its lineage has been made anew since."""
     if not out.is_dir():
         raise ValueError(
             f"{out} is not a folder of a run; start one with: twofold run RECIPE --out {shlex.quote(str(out))}"
         )
-    current: dict[str, str] = {}  # digests of the artifacts that are not outdated
-    return [_stage_status(out, stage, current) for stage in stages]
+    return [_stage_status(out, stage) for stage in stages]
 
 
-def _stage_status(out: Path, stage: Stage[Any], current: dict[str, str]) -> StageStatus:
+def _stage_status(out: Path, stage: Stage[Any]) -> StageStatus:
     checkpoint = partial_folder(out, stage.name) / CHECKPOINT
     newest = Checkpoints(checkpoint).latest() if checkpoint.is_dir() else None
     step = None if newest is None else newest[0]
@@ -189,12 +190,9 @@ def _stage_status(out: Path, stage: Stage[Any], current: dict[str, str]) -> Stag
         state: Literal["interrupted", "missing"] = "interrupted" if checkpoint.is_dir() else "missing"
         return StageStatus(name=stage.name, state=state, step=step, metrics={})
     manifest = read_artifact(out / stage.name)
-    outdated = any(current.get(name) != digest for name, digest in manifest.parents.items())
-    if not outdated:
-        current[stage.name] = manifest.digest
     return StageStatus(
         name=stage.name,
-        state="outdated" if outdated else "finished",
+        state="finished" if made_anew(lineage(out, stage.name)) is None else "outdated",
         step=step,
         seconds=manifest.seconds,
         metrics=manifest.metrics,
