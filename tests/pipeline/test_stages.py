@@ -331,6 +331,19 @@ def test_a_card_tells_of_these_artifacts_alone(copied: tuple[Recipe, Path], tmp_
     assert "evaluate" not in made
 
 
+@pytest.mark.parametrize("name", ["pack/model.safetensors", "draft_quantize/model.safetensors", "report/report.json"])
+def test_a_changed_byte_is_not_exported(copied: tuple[Recipe, Path], tmp_path: Path, name: str) -> None:
+    file = copied[1] / name
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"{file} is damaged \(its sha256 differs\); delete the folder {file.parent} and"
+    ):
+        export_run(copied[1], "vllm", tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_measured_again_the_quality_is_that_of_the_run(
     line: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

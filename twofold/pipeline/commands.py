@@ -55,10 +55,11 @@ def load_engine(directory: Path, precision: Precision | None = None) -> Engine:
 
 
 def export_run(directory: Path, engine: str, destination: Path, drafter: str = "draft_quantize") -> Exported:
-    """The target of a run, and the drafter of stage `drafter` ("none": no drafter), in the folders of an engine."""
+    """The target of a run, and the drafter of stage `drafter` ("none": no drafter), in the folders of an engine.
+    ValueError, and nothing written, when they are damaged or outdated, or as `export` says."""
     found = find_engine(engine)
-    target = _finished(directory, "pack")
-    draft = None if drafter == "none" or found.drafter is None else _finished(directory, drafter)
+    target = _finished(directory, "pack", hashes=True)
+    draft = None if drafter == "none" or found.drafter is None else _finished(directory, drafter, hashes=True)
     made = lineage(directory, "pack") | ({} if draft is None else lineage(directory, drafter))
     recipe = _without_places({"model": made["pack"].config, "seed": made["pack"].seed, **_sections(made)})
     card = Card(
@@ -81,7 +82,7 @@ def _report_of(directory: Path, made: Mapping[str, Manifest]) -> Json:
     manifests = lineage(directory, "report")
     if not made.keys() <= manifests.keys() or made_anew(manifests) is not None:
         return None
-    return read_report(_finished(directory, "report") / "report.json")
+    return read_report(_finished(directory, "report", hashes=True) / "report.json")
 
 
 def _without_places(entry: Json) -> Json:
@@ -240,12 +241,13 @@ def evaluate(directory: Path) -> Json:
     return measured
 
 
-def _finished(directory: Path, stage: str) -> Path:
-    """The folder of a stage's artifact. ValueError unless it is whole and up to date."""
+def _finished(directory: Path, stage: str, *, hashes: bool = False) -> Path:
+    """The folder of a stage's artifact. ValueError unless it is whole (by the sha256 of its files too if `hashes`) and
+    up to date."""
     folder, command = directory / stage, f"twofold run RECIPE --out {shlex.quote(str(directory))}"
     if not folder.is_dir():
         raise ValueError(f"{directory} has no finished stage {stage!r}; go on with: {command}")
-    read_artifact(folder)
+    read_artifact(folder, hashes=hashes)
     if (anew := made_anew(lineage(directory, stage))) is not None:
         raise ValueError(f"{folder} is outdated ({anew} was made anew since); bring it up to date with: {command}")
     return folder
