@@ -223,21 +223,34 @@ def test_a_missed_gate_stops_the_line_again_and_again(recipe: ToyRecipe, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "message", "remedy"),
     [
-        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is damaged"),
-        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is damaged"),
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda f: (f / "numbers.json").unlink(), "numbers.json is missing"),
-        (lambda f: (f / "numbers.json").write_text("[1"), r"numbers.json is damaged \(2 bytes, written were"),
+        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is damaged", "move {} away"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is damaged", "move {} away"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing", "move {} away"),
+        (lambda f: (f / "numbers.json").unlink(), "numbers.json is missing", "delete the folder {}"),
+        (lambda f: (f / "numbers.json").write_text("[1"), r"damaged \(2 bytes, written were", "delete the folder {}"),
     ],
 )
-def test_a_damaged_artifact_is_named(recipe: ToyRecipe, tmp_path: Path, damage: Any, message: str) -> None:
+def test_a_damaged_artifact_is_named(recipe: ToyRecipe, tmp_path: Path, damage: Any, message: str, remedy: str) -> None:
     run(recipe, tmp_path / "out")
     damage(tmp_path / "out" / "walk")
     with pytest.raises(ValueError, match=message) as caught:
         run(recipe, tmp_path / "out")
-    assert f"delete the folder {tmp_path / 'out' / 'walk'} and run" in str(caught.value)
+    assert f"{remedy.format(tmp_path / 'out' / 'walk')} and run the recipe again" in str(caught.value)
+
+
+@pytest.mark.parametrize("until", ["seeds", None])
+def test_a_folder_of_anothers_making_is_seen_before_anything_is_written(
+    recipe: ToyRecipe, tmp_path: Path, until: str | None
+) -> None:
+    out = tmp_path / "out"
+    (out / "judge").mkdir(parents=True)
+    (out / "judge" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match=r"judge away and run the recipe again, or choose another folder") as caught:
+        run(recipe, out, until=until)
+    assert "delete" not in str(caught.value)
+    assert [path.relative_to(out).as_posix() for path in sorted(out.rglob("*"))] == ["judge", "judge/thesis.txt"]
 
 
 def test_same_size_damage_is_found_by_hash(recipe: ToyRecipe, tmp_path: Path) -> None:

@@ -59,17 +59,19 @@ def partial_folder(out: Path, stage: str) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished artifact. Raises ValueError if it is missing or damaged."""
+    """The manifest of a finished artifact. Raises ValueError if it is missing or damaged: the folder may then be of
+    another's making, and is none to delete."""
     path = folder / MANIFEST
+    remedy = f"move {folder} away and run the recipe again, or choose another folder for the run"
     if not path.is_file():
-        raise ValueError(f"{path} is missing; {_remedy(folder)}")
+        raise ValueError(f"{path} is missing; {remedy}")
     try:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {_remedy(folder)}") from error
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
     expected = {field.name for field in fields(Manifest)}
     if not isinstance(content, dict) or set(content) != expected:
-        raise ValueError(f"{path} is damaged (its keys are not a manifest's); {_remedy(folder)}")
+        raise ValueError(f"{path} is damaged (its keys are not a manifest's); {remedy}")
     return Manifest(**content)
 
 

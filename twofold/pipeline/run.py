@@ -57,6 +57,9 @@ def run_pipeline(
         raise ValueError(f"no stage {until!r}; stages are: {', '.join(names)}")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; name a folder with --out")
+    for name in names:  # before anything is written: the folder may not be a run's
+        if (out / name).exists():
+            read_artifact(out / name)
     out.mkdir(parents=True, exist_ok=True)
     with _lock(out):
         write_atomically(out / "recipe.json", json.dumps(plain(recipe, _absolute), indent=2) + "\n")
