@@ -154,6 +154,16 @@ def test_headline() -> None:
     assert headline(plausible()) == "2.84x as fast: 7.11 ms a token instead of 20.2"
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{}", r"report\.target: is missing"), (b"", "Expecting value"), (b"\xff", "utf-8")]
+)
+def test_a_damaged_report_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "report.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{file} is damaged \(.*{message}.*\); run the recipe again$"):
+        read_report(file)
+
+
 def test_no_report_yet(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no .*; finish the run first"):
         read_report(tmp_path / "report.json")

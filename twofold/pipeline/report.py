@@ -90,9 +90,9 @@ def read_report(file: Path) -> dict[str, Any]:
         raise ValueError(f"there is no {file}; finish the run first: twofold status {shlex.quote(str(file.parent))}")
     try:
         data = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        validate(data)
+    except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); run the recipe again") from error
-    validate(data)
     return dict(data)
 
 
