@@ -274,6 +274,32 @@ def test_roofline_prints_the_paper_beside_an_a10g(tmp_path: Path, capsys: pytest
     assert "is no result of bench --shape tiny" in capsys.readouterr().err
 
 
+ROW = '{{"shape": "tiny", "ledger": [{{"name": "BF16", "settings": {{"short": {}}}}}]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"shape": "tiny", "ledger": 3}',
+        b'{"shape": "tiny", "ledger": [{}]}',
+        ROW.format('{"cycle_ms": 1.0}').encode(),
+        ROW.format('{"cycle_ms": 0, "ttft_ms": 1, "total_ms": 1}').encode(),
+        ROW.format('{"cycle_ms": "1", "ttft_ms": 1, "total_ms": 1}').encode(),
+    ],
+)
+def test_roofline_names_a_file_that_is_no_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    file = tmp_path / "measured.json"
+    file.write_bytes(content)
+    assert main(["roofline", "--shape", "tiny", "--gpu", "h200", "--measured", str(file)]) == 2
+    expected = f"twofold: error: {file} is no result of bench --shape tiny; make one with --json\n"
+    assert capsys.readouterr() == ("", expected)
+
+
 def test_report_makes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_text(json.dumps(plausible()))
     assert main(["report", str(tmp_path)]) == 0

@@ -205,13 +205,18 @@ def roofline(shape: str, gpu: str, accept_length: float, measured: Path | None =
 
 def _by_setting(file: Path, shape: str) -> dict[str, dict[str, dict[str, float]]]:
     """The figures of every setting and step in a file of `bench --shape`."""
-    data = json.loads(file.read_text())
-    if not isinstance(data, dict) or data.get("shape") != shape or "ledger" not in data:
-        raise ValueError(f"{file} is no result of bench --shape {shape}; make one with --json")
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for row in data["ledger"]:
-        for setting, figures in row["settings"].items():
-            found.setdefault(setting, {})[row["name"]] = figures
+    try:
+        data = json.loads(file.read_text())
+        right = data["shape"] == shape
+        for row in data["ledger"]:
+            for setting, figures in row["settings"].items():
+                right = right and all(figures[key] > 0 for key in ("cycle_ms", "ttft_ms", "total_ms"))
+                found.setdefault(setting, {})[row["name"]] = figures
+    except (ValueError, KeyError, TypeError, AttributeError):
+        right = False
+    if not right:
+        raise ValueError(f"{file} is no result of bench --shape {shape}; make one with --json")
     return found
 
 
