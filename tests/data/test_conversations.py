@@ -77,6 +77,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert load_conversations(tmp_path / "none.safetensors") == []
 
 
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    for content in (b"half", b"\x02\0\0\0\0\0\0\0{}"):  # the second is whole, and holds nothing
+        (tmp_path / "batch.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/batch\.safetensors is damaged \(.*\); delete it and run"):
+            load_conversations(tmp_path / "batch.safetensors")
+
+
 def test_every_row_once_an_epoch() -> None:
     rows = pack(conversations(60), 64).select(torch.arange(12))
     epochs = []

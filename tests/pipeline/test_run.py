@@ -222,6 +222,25 @@ def test_a_missed_gate_stops_the_line_again_and_again(recipe: ToyRecipe, tmp_pat
     assert set(run(recipe, out).values()) == {"skipped"}  # a threshold is no part of the measurement
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"seconds": null}', None])
+def test_a_damaged_checkpoint_is_named_and_its_stage_begun_anew(
+    recipe: ToyRecipe, tmp_path: Path, content: bytes | None
+) -> None:
+    out = tmp_path / "out"
+    assert run_and_die(recipe, out, 12) == -signal.SIGKILL
+    (step,) = (partial_folder(out, "walk") / "checkpoint").iterdir()
+    file = step / "checkpoint.json"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    for command in (lambda: run(recipe, out), lambda: status(out, STAGES)):
+        with pytest.raises(ValueError, match=f"^{file} is missing or damaged; delete the folder {step} to begin"):
+            command()
+    shutil.rmtree(step)
+    run(recipe, out)
+    assert json.loads((out / "walk" / "numbers.json").read_text())[0] == expected_numbers(8, 3, 12)
+
+
 @pytest.mark.parametrize(
     ("damage", "message", "remedy"),
     [

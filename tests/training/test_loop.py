@@ -63,6 +63,27 @@ def config(steps: int = 20, every: int = 10, validate: int = 5) -> OptimizerConf
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("training.safetensors", b"half"),
+        ("training.safetensors", None),
+        ("history.json", b"[{"),
+        ("history.json", b"{}"),
+        ("history.json", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+    with pytest.raises(Killed):
+        run(network(), tmp_path, config(), kill_at=15)
+    file = tmp_path / "step-00000010" / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{file} is missing or damaged; delete the folder {file.parent} to begin"):
+        run(network(), tmp_path, config())
+
+
 @pytest.mark.parametrize(("every", "kill_at"), [(10, 10), (10, 15), (5, 19), (4, 9), (7, 3), (5, 10)])
 def test_killed_and_resumed_is_bit_equal(tmp_path: Path, every: int, kill_at: int) -> None:
     whole, parts = network(), network()

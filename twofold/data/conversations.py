@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,9 +29,14 @@ def save_conversations(conversations: Sequence[Conversation], path: Path) -> Non
 
 
 def load_conversations(path: Path) -> list[Conversation]:
-    tensors = load_file(str(path))
-    tokens, start, conversations = tensors["tokens"].tolist(), 0, []
-    for num_prompt, num_answer in tensors["sizes"].tolist():
+    """ValueError for a file that is none of `save_conversations`."""
+    try:
+        tensors = load_file(str(path))
+        tokens, sizes = tensors["tokens"].tolist(), tensors["sizes"].tolist()
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and run the recipe again") from error
+    start, conversations = 0, []
+    for num_prompt, num_answer in sizes:
         middle, end = start + num_prompt, start + num_prompt + num_answer
         conversations.append(Conversation(tokens[start:middle], tokens[middle:end]))
         start = end

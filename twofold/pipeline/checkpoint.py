@@ -22,7 +22,7 @@ class Checkpoints:
         self.folder = folder
         self._started = time.monotonic()
         newest = self.latest()
-        self._seconds_before = 0.0 if newest is None else _read(newest[1])["seconds"]
+        self._seconds_before = 0.0 if newest is None else _seconds_at(newest[1])
 
     @property
     def seconds(self) -> float:
@@ -61,6 +61,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read(folder: Path) -> dict[str, float]:
-    content: dict[str, float] = json.loads((folder / "checkpoint.json").read_text())
-    return content
+def _seconds_at(folder: Path) -> float:
+    path = folder / "checkpoint.json"
+    try:
+        return float(json.loads(path.read_text())["seconds"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is missing or damaged; delete the folder {folder} to begin its stage anew") from error

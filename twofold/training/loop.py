@@ -8,9 +8,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from twofold.training.step import Inputs, TrainingStep
 
 Report = Callable[[int, int, str], None]
 History = list[dict[str, float]]
+T = TypeVar("T")
 
 _STATE, _BEST, _HISTORY = "training.safetensors", "best.safetensors", "history.json"
 
@@ -126,12 +128,27 @@ def _store(
 def _restore(
     folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> tuple[History, dict[str, Tensor]]:
-    tensors = load_file(str(folder / _STATE))
+    tensors = _read(folder / _STATE, load_file)
+    history = _read(folder / _HISTORY, _history)
+    best = _read(folder / _BEST, load_file) if (folder / _BEST).exists() else {}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
     restore_state(optimizer, parameters, tensors)
-    history = json.loads((folder / _HISTORY).read_text())
-    assert isinstance(history, list)
-    best = load_file(str(folder / _BEST)) if (folder / _BEST).exists() else {}
     return history, best
+
+
+def _read(path: Path, read: Callable[[Path], T]) -> T:
+    try:
+        return read(path)
+    except (FileNotFoundError, SafetensorError, ValueError) as error:
+        raise ValueError(
+            f"{path} is missing or damaged; delete the folder {path.parent} to begin its stage anew"
+        ) from error
+
+
+def _history(path: Path) -> History:
+    found = json.loads(path.read_text())
+    if not isinstance(found, list):
+        raise ValueError("a history is a list")
+    return found
