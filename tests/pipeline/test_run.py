@@ -272,6 +272,34 @@ def test_a_folder_of_anothers_making_is_seen_before_anything_is_written(
     assert [path.relative_to(out).as_posix() for path in sorted(out.rglob("*"))] == ["judge", "judge/thesis.txt"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("digest", 3),
+        ("seed", True),
+        ("parents", []),
+        ("parents", {"seeds": None}),
+        ("metrics", None),
+        ("seconds", "long"),
+        ("files", {"numbers.json": 3}),
+    ],
+)
+def test_a_wrong_type_in_a_manifest_is_named(recipe: ToyRecipe, tmp_path: Path, key: str, value: Any) -> None:
+    run(recipe, tmp_path / "out")
+    file = tmp_path / "out" / "walk" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=rf"^{file} is damaged \({key} is of a wrong type\); move {file.parent} away"):
+        status(tmp_path / "out", STAGES)
+
+
+def test_a_file_without_its_size_in_a_manifest_is_named(recipe: ToyRecipe, tmp_path: Path) -> None:
+    run(recipe, tmp_path / "out")
+    file = tmp_path / "out" / "walk" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"files": {"numbers.json": {}}}))
+    with pytest.raises(ValueError, match=r"numbers\.json is damaged \(\d+ bytes, written were None\)"):
+        status(tmp_path / "out", STAGES)
+
+
 def test_same_size_damage_is_found_by_hash(recipe: ToyRecipe, tmp_path: Path) -> None:
     run(recipe, tmp_path / "out")
     file = tmp_path / "out" / "walk" / "numbers.json"

@@ -344,6 +344,14 @@ def test_a_changed_byte_is_not_exported(copied: tuple[Recipe, Path], tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("config", [None, "model", {"own": {}}, {"model": "model", "own": {"prompt": 1}}])
+def test_a_damaged_config_is_named(copied: tuple[Recipe, Path], config: Any) -> None:
+    file = copied[1] / "evaluate" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"config": config}))
+    with pytest.raises(ValueError, match=rf"^{file} is damaged \(.*\); delete the folder {file.parent} and run"):
+        evaluate(copied[1])
+
+
 def test_measured_again_the_quality_is_that_of_the_run(
     line: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

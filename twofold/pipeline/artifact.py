@@ -16,9 +16,9 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from twofold import __version__
 from twofold.pipeline.checkpoint import Checkpoints, sync
@@ -69,10 +69,19 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
-    expected = {field.name for field in fields(Manifest)}
-    if not isinstance(content, dict) or set(content) != expected:
+    hints = get_type_hints(Manifest)
+    if not isinstance(content, dict) or content.keys() != hints.keys():
         raise ValueError(f"{path} is damaged (its keys are not a manifest's); {remedy}")
+    if wrong := [name for name, hint in hints.items() if not _is(content[name], hint)]:
+        raise ValueError(f"{path} is damaged ({wrong[0]} is of a wrong type); {remedy}")
     return Manifest(**content)
+
+
+def _is(value: Json, hint: Any) -> bool:
+    """Whether JSON data are of a type: a plain one, Json, or a dict of those."""
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_is(item, get_args(hint)[1]) for item in value.values())
+    return hint is Json or type(value) is hint or (hint is float and type(value) is int)
 
 
 def read_artifact(folder: Path, *, hashes: bool = False) -> Manifest:
@@ -83,9 +92,9 @@ def read_artifact(folder: Path, *, hashes: bool = False) -> Manifest:
         if not path.is_file():
             raise ValueError(f"{path} is missing; {_remedy(folder)}")
         size = path.stat().st_size
-        if size != listed["bytes"]:
-            raise ValueError(f"{path} is damaged ({size} bytes, written were {listed['bytes']}); {_remedy(folder)}")
-        if hashes and file_digest(path) != listed["sha256"]:
+        if size != (written := listed.get("bytes")):
+            raise ValueError(f"{path} is damaged ({size} bytes, written were {written}); {_remedy(folder)}")
+        if hashes and file_digest(path) != listed.get("sha256"):
             raise ValueError(f"{path} is damaged (its sha256 differs); {_remedy(folder)}")
     return manifest
 

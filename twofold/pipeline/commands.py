@@ -26,7 +26,7 @@ from twofold.models.shapes import find_shape
 from twofold.models.tokenizer import Tokenizer
 from twofold.ops.kernels import Kernels
 from twofold.pipeline import measure_stages
-from twofold.pipeline.artifact import Manifest, lineage, made_anew, read_artifact
+from twofold.pipeline.artifact import MANIFEST, Manifest, lineage, made_anew, read_artifact
 from twofold.pipeline.checkpoint import Checkpoints
 from twofold.pipeline.digest import Json, file_digest, plain, write_atomically
 from twofold.pipeline.models import decode_precision, device, load_draft, load_frozen
@@ -260,10 +260,17 @@ def _finished(directory: Path, stage: str, *, hashes: bool = False) -> Path:
 
 def _again(directory: Path, stage: str, cls: type[C]) -> StageContext[With[C]]:
     """The context in which a finished stage was run, to run it once more beside its artifact."""
-    manifest = read_artifact(_finished(directory, stage))
-    own = load_config(cls, manifest.config["own"], f"{directory / stage}")
+    folder = _finished(directory, stage)
+    manifest = read_artifact(folder)
+    try:
+        own = load_config(cls, dict(manifest.config["own"]), "config")
+        config = With(model=Path(manifest.config["model"]), own=own)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / MANIFEST} is damaged ({error}); delete the folder {folder} and run the recipe again"
+        ) from error
     return StageContext(
-        config=With(model=Path(manifest.config["model"]), own=own),
+        config=config,
         seed=manifest.seed,
         inputs={name: _finished(directory, name) for name in manifest.parents},
         output=directory,
