@@ -184,6 +184,18 @@ def test_the_content_of_an_input_counts_and_not_its_place(recipe: ToyRecipe, tmp
     assert set(run(recipe, out).values()) == {"finished"}
 
 
+@pytest.mark.parametrize("content", [b"[]", b"3", b"\xff", b"{", '{"FILE": 3}', '{"FILE": [12]}'])
+def test_a_damaged_memory_of_contents_is_made_anew(recipe: ToyRecipe, tmp_path: Path, content: str | bytes) -> None:
+    out, memory = tmp_path / "out", tmp_path / "out" / ".contents.json"
+    run(recipe, out)
+    whole = memory.read_text()
+    if isinstance(content, str):
+        content = content.replace("FILE", str(recipe.seeds.source)).encode()
+    memory.write_bytes(content)
+    assert set(run(recipe, out).values()) == {"skipped"}
+    assert memory.read_text() == whole
+
+
 def test_seed_and_stage_version_count(recipe: ToyRecipe, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(recipe, out)

@@ -61,10 +61,7 @@ class ContentDigests:
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
-        try:
-            self._known: dict[str, list[Json]] = json.loads(memory.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):  # only a memory: hashing again replaces it
-            self._known = {}
+        self._known = _remembered(memory)
 
     def __call__(self, path: Path) -> str:
         if path.is_file():
@@ -91,6 +88,15 @@ class ContentDigests:
 
     def save(self) -> None:
         write_atomically(self._memory, json.dumps(self._known))
+
+
+def _remembered(memory: Path) -> dict[str, list[Json]]:
+    """Nothing where the file is missing or damaged: it is only a memory, hashing again replaces it."""
+    try:
+        entries = json.loads(memory.read_text()).items()
+        return {path: [size, modified, digest] for path, (size, modified, digest) in entries}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def write_atomically(path: Path, text: str) -> None:
