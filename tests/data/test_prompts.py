@@ -11,8 +11,9 @@ from twofold.data.prompts import Prompt, read_labelled_prompts, read_prompts, to
 
 
 def write(folder: Path, text: str) -> Path:
+    """A byte that is no UTF-8 stands as its surrogate."""
     file = folder / "prompts.jsonl"
-    file.write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
     return file
 
 
@@ -31,7 +32,11 @@ def test_prompts_in_order_without_empty_lines(tmp_path: Path) -> None:
         ('"prompt"', "line 3: not a JSON object"),
         ("7", "line 3: not a JSON object"),
         ('{"prompt": "  "}', "line 3: the prompt is empty; remove the line"),
-        ('{"prompt": ["x"]}', "line 3: "),
+        ('{"prompt": ["x"]}', 'line 3: "prompt" is \\["x"\\], not a string; correct it'),
+        ('{"prompt": 5}', 'line 3: "prompt" is 5, not a string; correct it'),
+        ('{"prompt": "caf\udce9"}', "line 3: not UTF-8; convert the file first"),
+        (r'{"prompt": "\ud83d"}', "line 3: the prompt has half of a surrogate pair"),
+        ("[" * 100_000, "line 3: not a JSON object"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

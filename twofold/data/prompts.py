@@ -1,4 +1,4 @@
-"""Prompts: JSON lines with a "prompt" field, one conversation's user turn each, and optionally a "category"."""
+"""Prompts: lines of JSON (UTF-8) with a "prompt", one conversation's user turn each, and optionally a "category"."""
 
 import json
 from dataclasses import dataclass
@@ -43,25 +43,36 @@ def read_labelled_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such prompt file; correct the path")
     prompts = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            try:
-                entry = json.loads(line)
-                prompt, category = entry["prompt"], entry.get("category", "")
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-                raise ValueError(f'{path}, line {number}: not a JSON object with a "prompt"; correct it') from None
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ValueError(f"{path}, line {number}: the prompt is empty; remove the line")
-            if not isinstance(category, str):
-                raise ValueError(f"{path}, line {number}: the category is no string; correct it")
-            prompts.append(Prompt(prompt, category))
+            prompts.append(_prompt(line, f"{path}, line {number}"))
             if len(prompts) == limit:
                 break
     if not prompts:
         raise ValueError(f'{path}: holds no prompts; give at least one JSON line with a "prompt"')
     return prompts
+
+
+def _prompt(line: bytes, where: str) -> Prompt:
+    try:
+        entry = json.loads(line.decode())
+        prompt, category = entry["prompt"], entry.get("category", "")
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not UTF-8; convert the file first, with iconv say") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: the prompt has half of a surrogate pair, which is no text; correct it") from None
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f'{where}: not a JSON object with a "prompt"; correct it') from None
+    if not isinstance(prompt, str):
+        raise ValueError(f'{where}: "prompt" is {json.dumps(prompt)[:50]}, not a string; correct it')
+    if not prompt.strip():
+        raise ValueError(f"{where}: the prompt is empty; remove the line")
+    if not isinstance(category, str):
+        raise ValueError(f"{where}: the category is no string; correct it")
+    return Prompt(prompt, category)
 
 
 def tokenize_prompts(prompts: list[str], tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
