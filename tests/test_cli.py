@@ -137,6 +137,27 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: twofold" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file", [".", "toy.toml/figures.json", "/proc/none/figures.json"])
+@pytest.mark.parametrize("command", ["run toy.toml", "bench .", "bench --shape tiny", "roofline", "eval .", "doctor"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    toy: Path, capsys: pytest.CaptureFixture[str], command: str, file: str
+) -> None:
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--json", file])
+    assert caught.value.code == 2
+    assert f"argument --json: {file} cannot be written (" in capsys.readouterr().err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_work_that_fails_leaves_the_file_of_figures_as_it_was(toy: Path) -> None:
+    Path("figures.json").write_text("earlier")
+    assert main(["run", "toy.toml", "--until", "wall", "--json", "figures.json"]) == 2
+    assert main(["run", "toy.toml", "--until", "wall", "--json", "new/figures.json"]) == 2
+    assert Path("figures.json").read_text() == "earlier"
+    assert not Path("new").exists()
+
+
 def test_commands_reach_their_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     app, terminal = types.ModuleType("app"), types.ModuleType("terminal")

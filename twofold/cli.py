@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -232,6 +233,17 @@ def _settings(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in pairs)
 
 
+def writable_file(text: str) -> Path:
+    """A file that can be written, or made with the folders above it: tried before the work, and nothing is changed."""
+    file = Path(text).absolute()
+    there = next(path for path in (file, *file.parents) if os.path.exists(path))
+    try:
+        file.open("a").close() if there == file else tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}); check the path") from None
+    return Path(text)
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to 65535")
@@ -258,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         to.add_argument("directory", metavar="DIR", type=Path, help="folder of a run, such as runs/pocket")
 
     def json_file(to: argparse.ArgumentParser) -> None:
-        to.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
+        to.add_argument("--json", metavar="FILE", type=writable_file, help="also write the figures to FILE")
 
     run = add("run", _run, "make a model faster, by a recipe", _RUN)
     run.add_argument("recipe", metavar="RECIPE", help="a built-in recipe (pocket) or a TOML file")

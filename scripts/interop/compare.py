@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 import twofold
+from twofold.cli import writable_file
 from twofold.data.prompts import read_prompts, tokenize_prompts
 from twofold.decoding.step import decode
 from twofold.export.card import Card
@@ -189,7 +190,7 @@ def main() -> int:
     given.add_argument("--run", type=Path, metavar="DIR", help="a finished run (default: the shipped model, rounded)")
     given.add_argument("--target", type=Path, metavar="FOLDER", nargs="+", default=[], help="quantized pocket models")
     parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="vLLM's environment")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
     start, hardware = time.perf_counter(), environment()["hardware"]
     texts = read_prompts(POCKET / "heldout_prompts.jsonl", PROMPTS)

@@ -23,6 +23,7 @@ from compare import POCKET, pack
 from safetensors.torch import load_file
 from torch import Tensor
 
+from twofold.cli import writable_file
 from twofold.data.prompts import read_prompts, tokenize_prompts
 from twofold.export.card import Card
 from twofold.export.engines import find_engine
@@ -73,7 +74,7 @@ def theirs(python: Path, target: Path, prompts: list[list[int]], work: Path) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, action="append", required=True, help="an environment with transformers")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args()
     hardware = environment()["hardware"]
     torch.set_num_threads(1)
