@@ -382,7 +382,7 @@ def test_nan_is_found_in_its_layer(whose: str, where: str, tmp_path: Path) -> No
             with torch.no_grad():
                 model.layers[layer].mlp.down_proj.weight[0, 0] = torch.nan
 
-    with pytest.raises(RuntimeError, match=rf"step 3: the loss is not finite, first in {where};"):
+    with pytest.raises(ValueError, match=rf"step 3: the loss is not finite, first in {where};"):
         distill(student, teacher, rows(), settings(steps=6, checkpoint_every=2), 0, checkpoints, poison, dict)
     found = checkpoints.latest()
     assert found is not None

@@ -50,7 +50,7 @@ def train(
     `multiples`: see `new_optimizer`. `keep_least`: a key of the validations; the parameters end as those of the
     validation where it was least, the first of several. `parameters` are in the order of the forward pass.
 
-    RuntimeError when a loss or a gradient is not finite; nothing is changed by that step, and the last checkpoint
+    ValueError when a loss or a gradient is not finite; nothing is changed by that step, and the last checkpoint
     stays. It names what `blame(step)` says of such a loss, or the parameter where such a gradient began.
     """
     optimizer = new_optimizer(parameters, config, multiples or {})
@@ -81,7 +81,7 @@ def train(
         loss, norm = work.read()
         if not math.isfinite(loss + norm):
             wrong = _diagnosis(loss, parameters, step, blame)
-            raise RuntimeError(f"step {step}: {wrong}; lower the learning rate, or check the weights")
+            raise ValueError(f"step {step}: {wrong}; lower the learning rate, or check the weights")
         work.finish()
         average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
         report(step + 1, config.steps, f"loss {average:.4f}")
