@@ -89,6 +89,14 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
     assert torch.equal(whole, torch.cat(halves, dim=1))
 
 
+def test_every_bit_of_a_seed_counts() -> None:
+    """And the noise of a seed below 2^32 is as it was when only those bits did."""
+    seeds = torch.tensor([5, 5 + 2**32, 5 + 2**62, 5 - 2**63, -1, 2**32 - 1])
+    noise = gumbel_noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.long), 50)[:, 0]
+    assert len(noise.unique(dim=0)) == len(seeds)
+    assert noise[0, :3].tolist() == pytest.approx([-1.01942, -0.51817, 1.99651], abs=1e-4)
+
+
 def test_noise_is_finite_gumbel_and_uncorrelated() -> None:
     noise = gumbel_noise(torch.arange(20), torch.arange(100).expand(20, -1), 500)  # a million
     assert noise.isfinite().all()

@@ -27,7 +27,7 @@ def test_defaults_are_the_apis() -> None:
 
 def test_without_a_seed_every_call_draws_its_own() -> None:
     assert parse_chat(body()).sampling.seed != parse_chat(body()).sampling.seed
-    assert parse_chat(body(seed=7)).sampling.seed == 7
+    assert [parse_chat(body(seed=seed)).sampling.seed for seed in (7, -7)] == [7, -7]
     assert parse_chat(body(temperature=0)).sampling.seed == 0
 
 
@@ -107,7 +107,7 @@ def test_neutral_and_unheard_of_fields_pass() -> None:
         ("top_k", -2),
         ("min_p", 2),
         ("min_p", 1),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
         ("seed", 2**63),
         ("max_tokens", 0),
         ("max_tokens", "5"),

@@ -22,7 +22,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of 64 bits
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 100:
@@ -45,7 +45,9 @@ def _mix(x: Tensor) -> Tensor:
 def gumbel_noise(seeds_B: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
     """-log(-log u) [B, T, V], u in (0, 1) a function of (seed, position, token) alone, on every device."""
     device = positions_BT.device
-    place_BT = _mix((_mix(seeds_B.to(device)[:, None] & _MASK) + positions_BT * 0x9E3779B1) & _MASK)
+    seeds_B1 = seeds_B.to(device)[:, None]
+    seeds_B1 = (seeds_B1 ^ (seeds_B1 >> 32) * 0x85EBCA6B) & _MASK
+    place_BT = _mix((_mix(seeds_B1) + positions_BT * 0x9E3779B1) & _MASK)
     token_V = _mix((torch.arange(vocab_size, device=device) * 0x9E3779B1 + 0x7F4A7C15) & _MASK)
     bits = _mix(place_BT[..., None] ^ token_V) >> 9
     return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))  # 23 bits and a half: never 0, never 1

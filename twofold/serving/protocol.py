@@ -180,7 +180,7 @@ def _call(
             top_p=_field(fields, "top_p", 1.0, _number(_ABOVE_0, 1), "a number above 0 and up to 1"),
             top_k=max(0, _field(fields, "top_k", 0, _integer(-1), "a whole number; 0 or -1 for all")),
             min_p=_field(fields, "min_p", 0.0, _number(0, _BELOW_1), "a number from 0 to below 1"),
-            seed=_field(fields, "seed", drawn, _integer(0, 2**63 - 1), "a whole number from 0 to 2^63 - 1"),
+            seed=_field(fields, "seed", drawn, _integer(-(2**63)), "a whole number of 64 bits"),
         ),
         max_tokens=max_tokens,
         stop=_stop(fields.get("stop")),
