@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serving.fake import CONTEXT, FakeEngine
+from tests.serving.fake import CONTEXT, ByteTokenizer, FakeEngine
 from twofold.serving.app import create_app
 
 Session = Callable[[httpx.AsyncClient], Awaitable[Any]]
@@ -42,6 +42,43 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     *events, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_a_request_may_be_as_large_as_its_context_needs() -> None:
+    most = 2**20 + 64 * CONTEXT
+
+    async def parts(size: int) -> AsyncIterator[bytes]:
+        for _ in range(size // 2**14):
+            yield b" " * 2**14
+
+    async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
+        sent = [parts(most), parts(most + 2**14), b" " * (most + 1)]  # in chunks there is no Content-Length
+        return [await client.post("/v1/completions", content=content) for content in sent]
+
+    whole, *larger = talk(ask)
+    assert (whole.status_code, whole.json()["error"]["message"][:23]) == (400, "the body is not JSON (E")
+    for refused in larger:
+        assert refused.status_code == 413
+        assert refused.json()["error"]["message"] == f"the body is larger than {most} bytes; shorten the request"
+
+
+def test_what_nobody_foresaw_is_told_as_an_error_of_the_api() -> None:
+    class Broken(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            raise LookupError("a defect")
+
+    engine = FakeEngine()
+    engine.tokenizer = Broken()
+    transport = httpx.ASGITransport(create_app(engine), raise_app_exceptions=False)  # type: ignore[arg-type]
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/completions", json={"model": "fake", "prompt": "hello"})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 500
+    message = "the server failed; its log says why"
+    assert answer.json()["error"] == {"message": message, "type": "server_error", "param": None, "code": None}
 
 
 def test_a_whole_answer() -> None:

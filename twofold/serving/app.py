@@ -26,6 +26,7 @@ from twofold.serving.worker import Generation, Worker
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1
+_BODY_BYTES, _TOKEN_BYTES = 1 << 20, 64  # a request may have these, and these for each token of the context
 
 # The page loads nothing from anywhere and talks to its own server only.
 _PAGE_POLICY = (
@@ -43,10 +44,18 @@ def create_app(engine: Engine) -> Starlette:
     worker = Worker(engine)
 
     async def chat_completions(request: Request) -> Response:
-        return await answer(request, parse_chat(await request.body()))
+        return await answer(request, parse_chat(await body(request)))
 
     async def completions(request: Request) -> Response:
-        return await answer(request, parse_completion(await request.body()))
+        return await answer(request, parse_completion(await body(request)))
+
+    async def body(request: Request) -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            parts.append(part)
+            if (size := size + len(part)) > most_bytes:
+                raise ApiError(f"the body is larger than {most_bytes} bytes; shorten the request", status=413)
+        return b"".join(parts)
 
     async def answer(request: Request, call: Call) -> Response:
         check_model(call.model)
@@ -95,6 +104,7 @@ def create_app(engine: Engine) -> Starlette:
         await worker.close()
 
     html = files("twofold.serving").joinpath("page", "index.html").read_text(encoding="utf-8")
+    most_bytes = _BODY_BYTES + _TOKEN_BYTES * engine.max_context
     described = {
         "id": engine.model_name,
         "object": "model",
@@ -112,7 +122,12 @@ def create_app(engine: Engine) -> Starlette:
             Route("/health", health),
             Route("/", page),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _nobody},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _nobody,
+            Exception: _failed,
+        },
     )
     app.state.worker = worker
     return app
@@ -232,6 +247,12 @@ async def _http_error(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = ApiError(message, status=error.status_code)
     return JSONResponse(refusal.body, status_code=error.status_code, headers=error.headers)
+
+
+async def _failed(request: Request, error: Any) -> Response:
+    """What nobody foresaw; it is logged by whoever runs the application."""
+    refusal = ApiError("the server failed; its log says why", status=500)
+    return JSONResponse(refusal.body, status_code=500)
 
 
 async def _nobody(request: Request, error: Any) -> Response:
