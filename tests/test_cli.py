@@ -88,6 +88,11 @@ def test_an_interrupt_is_130(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["bench", "--shape", "tiny", "--seconds", "9"], "can be gone on with: give --json FILE too"),
         (["bench", "--shape", "tiny", "--accept-length", "9"], "a block of 8 gains 1 to 8 tokens a cycle, not 9.0"),
         (["bench", "--shape", "tiny", "--settings", "1/4"], "a setting is PROMPT/NEW, both at least 2 tokens"),
+        (
+            ["roofline", "--shape", "tiny", "--gpu", "h200", "--accept-length", "0"],
+            "a block of 8 gains 1 to 8 tokens a cycle, not 0.0",
+        ),
+        (["roofline", "--shape", "tiny", "--gpu", "h200", "--accept-length", "nan"], "tokens a cycle, not nan"),
         (["roofline", "--shape", "tiny", "--gpu", "b200"], "there is no data of a GPU 'b200'; GPUs are: a10g"),
         (["eval", "."], ". has no finished stage 'evaluate'"),
         (["report", "."], "there is no report.json; finish the run first"),

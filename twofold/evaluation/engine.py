@@ -28,7 +28,7 @@ from twofold.evaluation.engine_result import (
     headline,
     pieces,
 )
-from twofold.evaluation.roofline import cycle_work, row_names, variants
+from twofold.evaluation.roofline import check_accept_length, cycle_work, row_names, variants
 from twofold.models.causal_lm import CausalLM
 from twofold.models.drafter import Drafter
 from twofold.models.shapes import Shape
@@ -45,8 +45,7 @@ def accepted_counts(accept_length: float, block_size: int, cycles: int) -> Tenso
 
     ValueError unless 1 <= accept_length <= block_size.
     """
-    if not 1 <= accept_length <= block_size:
-        raise ValueError(f"a block of {block_size} gains 1 to {block_size} tokens a cycle, not {accept_length}")
+    check_accept_length(accept_length, block_size)
     low, high = 0.0, 1.0
     for _ in range(60):
         p = (low + high) / 2

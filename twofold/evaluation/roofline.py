@@ -253,8 +253,14 @@ def variants(
         )
 
 
+def check_accept_length(accept_length: float, block_size: int) -> None:
+    if not 1 <= accept_length <= block_size:
+        raise ValueError(f"a block of {block_size} gains 1 to {block_size} tokens a cycle, not {accept_length}")
+
+
 def predict(shape: Shape, gpu: Gpu, prompt: int, new_tokens: int, accept_length: float) -> list[Prediction]:
     """One row for each step of the ledger, one sequence; a cycle at the mean context of the answer."""
+    check_accept_length(accept_length, shape.drafter.block_size)
     found = []
     for name, target, drafter in variants(shape, Kernels.reference(), torch.device("meta"), torch.bfloat16):
         work = cycle_work(target, drafter, prompt + new_tokens // 2)
