@@ -234,7 +234,21 @@ def test_a_drafter_of_another_target_is_refused(line: tuple[Path, Path], tmp_pat
     (other / "model.safetensors").write_bytes((out / "draft_finetune" / "model.safetensors").read_bytes())
     recipe = replace(load_recipe(str(file)), drafter=other, draft=None)
     with pytest.raises(ValueError, match="its num_target_layers is 9, the target's 4; use a drafter of this"):
-        run_pipeline(recipe, tmp_path / "out", STAGES, io.StringIO(), until="draft_pretrain")
+        run_pipeline(recipe, tmp_path / "out", STAGES, io.StringIO(), until="prompts")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_that_reads_no_layer_of_the_target_is_refused_before_any_work(
+    line: tuple[Path, Path], tmp_path: Path
+) -> None:
+    recipe = load_recipe(str(line[0]))
+    assert recipe.draft is not None
+    recipe = replace(recipe, draft=replace(recipe.draft, target_layer_ids=(0, 4)))
+    with pytest.raises(
+        ValueError, match=r"\[draft\] target_layer_ids \[4\] are not layers of a target with 4; correct"
+    ):
+        run_pipeline(recipe, tmp_path / "out", STAGES, io.StringIO(), until="prompts")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_group_size_that_does_not_divide_names_the_layer(line: tuple[Path, Path], tmp_path: Path) -> None:

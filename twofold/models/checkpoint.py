@@ -43,10 +43,7 @@ def load_target(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kerne
     Reads config.json, generation_config.json if there, and model.safetensors or the shards of its index. The
     tensors must be those that the config says, with their shapes; ValueError names the one that is not.
     """
-    hf = read_json(folder / "config.json")
-    generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    config = _model_config(folder / "config.json", hf, generation)
+    config, hf = read_config(folder), read_json(folder / "config.json")
     quantization = hf.get("quantization_config") or hf.get("text_config", {}).get("quantization_config")
     tensors = own_names(read_tensors(folder), folder)
     with torch.device("meta"):
@@ -62,6 +59,13 @@ def load_target(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kerne
     if _is_tied(model):
         model.lm_head.weight = model.embed_tokens.weight
     return model
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """What config.json, and generation_config.json if there, say of the model in `folder`."""
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    return _model_config(folder / "config.json", read_json(folder / "config.json"), generation)
 
 
 def save_target(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from twofold.models.causal_lm import CausalLM
 from twofold.models.checkpoint import check_tensors
+from twofold.models.config import ModelConfig
 from twofold.models.draft_head import DraftHead, DraftHeadConfig
 from twofold.models.drafter import Drafter
 from twofold.models.drafter_config import DrafterConfig
@@ -34,16 +35,10 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kern
 
     The embedding and head that a speculators folder holds are left out: see `check_fits`.
     """
-    hf = read_json(folder / "config.json")
-    try:
-        if speculators := is_speculators(hf):
-            hf = from_speculators(hf)
-        config = DrafterConfig.from_hf(hf)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    config, hf = _read_config(folder)
     quantization = hf.get("quantization_config")
     tensors = read_tensors(folder)
-    if speculators:
+    if is_speculators(read_json(folder / "config.json")):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in BORROWED}
     with torch.device("meta"):
         drafter = Drafter(config, kernels)
@@ -84,18 +79,8 @@ def check_fits(folder: Path, target: CausalLM) -> None:
     Its sizes must be the target's, its taps layers of it, and an embedding or head that it brings along the target's
     own, since the target's are used.
     """
-    hf = read_json(folder / "config.json")
-    config = DrafterConfig.from_hf(from_speculators(hf) if is_speculators(hf) else hf)
-    for name, ours, theirs in (
-        ("hidden_size", config.hidden_size, target.config.hidden_size),
-        ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ("num_target_layers", config.num_target_layers or target.config.num_layers, target.config.num_layers),
-    ):
-        if ours != theirs:
-            raise ValueError(f"{folder}: its {name} is {ours}, the target's {theirs}; use a drafter of this target")
-    if max(config.target_layer_ids) >= target.config.num_layers:
-        raise ValueError(f"{folder}: it taps layer {max(config.target_layer_ids)} of {target.config.num_layers}")
-    if not is_speculators(hf):
+    check_sizes(folder, target.config)
+    if not is_speculators(read_json(folder / "config.json")):
         return
     tensors = read_tensors(folder)
     for name, module in zip(BORROWED, (target.embed_tokens, target.lm_head), strict=True):
@@ -104,6 +89,30 @@ def check_fits(folder: Path, target: CausalLM) -> None:
             continue
         if not torch.equal(tensors[name].to(torch.bfloat16), weight.detach().cpu().to(torch.bfloat16)):
             raise ValueError(f"{folder}: its {name} is not the target's; a drafter with its own is not supported")
+
+
+def check_sizes(folder: Path, target: ModelConfig) -> None:
+    """The part of `check_fits` that configs tell."""
+    config, _ = _read_config(folder)
+    for name, ours, theirs in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers or target.num_layers, target.num_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(f"{folder}: its {name} is {ours}, the target's {theirs}; use a drafter of this target")
+    if max(config.target_layer_ids) >= target.num_layers:
+        raise ValueError(f"{folder}: it taps layer {max(config.target_layer_ids)} of {target.num_layers}")
+
+
+def _read_config(folder: Path) -> tuple[DrafterConfig, Mapping[str, Any]]:
+    """And the folder's config.json, as of a folder of our own format."""
+    hf = read_json(folder / "config.json")
+    try:
+        hf = from_speculators(hf) if is_speculators(hf) else hf
+        return DrafterConfig.from_hf(hf), hf
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:

@@ -10,10 +10,11 @@ import torch
 from twofold.data.conversations import load_conversations, pack
 from twofold.models import draft_quantization
 from twofold.models.causal_lm import CausalLM
+from twofold.models.checkpoint import read_config
 from twofold.models.draft_head import count_tokens, make_draft_head
 from twofold.models.draft_quantization import DraftQuantizeConfig
 from twofold.models.drafter import Drafter
-from twofold.models.drafter_checkpoint import check_fits, save_drafter
+from twofold.models.drafter_checkpoint import check_fits, check_sizes, save_drafter
 from twofold.models.drafter_config import DrafterConfig, DraftShape
 from twofold.models.drafter_start import start_from_target
 from twofold.ops.kernels import Kernels
@@ -35,6 +36,18 @@ class Start:
     drafter: Path | None
     shape: DraftShape | None
     training: DraftConfig
+
+
+def check_start(model: Path, drafter: Path | None, shape: DraftShape | None) -> None:
+    """ValueError unless, by the configs, the drafter in a folder, or of a shape, is one of the target in `model`."""
+    target = read_config(model)
+    if drafter is not None:
+        check_sizes(drafter, target)
+    if shape is not None:
+        try:
+            DrafterConfig.for_target(target, shape)
+        except ValueError as error:
+            raise ValueError(f"[draft] {error}; correct the recipe") from None
 
 
 def pretrain(context: StageContext[With[Start]]) -> Metrics:

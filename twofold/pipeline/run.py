@@ -57,6 +57,8 @@ def run_pipeline(
         raise ValueError(f"no stage {until!r}; stages are: {', '.join(names)}")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; name a folder with --out")
+    for stage in stages:  # a stage refuses a recipe before any other begins
+        stage.config(recipe)
     for name in names:  # before anything is written: the folder may not be a run's
         if (out / name).exists():
             read_artifact(out / name)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from twofold.pipeline.draft_stages import Start, finetune, pretrain, quantize_drafter
+from twofold.pipeline.draft_stages import Start, check_start, finetune, pretrain, quantize_drafter
 from twofold.pipeline.measure_stages import bench, evaluate, quality_gates, report, speed_gates
 from twofold.pipeline.recipe import Recipe
 from twofold.pipeline.stage import Stage
@@ -23,6 +23,8 @@ def _with_model(select: Callable[[Recipe], Any]) -> Callable[[Recipe], With[Any]
 
 
 def _start(recipe: Recipe) -> Start:
+    """ValueError where the drafter is none of this target, before anything is made."""
+    check_start(recipe.model, recipe.drafter, recipe.draft)
     return Start(drafter=recipe.drafter, shape=recipe.draft, training=recipe.draft_pretrain)
 
 
