@@ -140,6 +140,40 @@ def test_a_drafter_is_quantized_once(old: str, new: str, message: str) -> None:
         load_config(Recipe, table, "pocket", base=builtin_recipes()["pocket"].parent)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "line"', 'name = "a/b"', r"line\.toml: name = \"a/b\" names a folder of a run; use a plain file name"),
+        ('name = "line"', 'name = ".."', r"name = \"\.\.\" names a folder"),
+        ("seed = 3", "seed = 4294967296", r"seed = 4294967296 is not from 0 to 4294967295"),
+        ("seed = 3", "seed = -1", "seed = -1 is not from 0"),
+        ("[quantize]\ngroup_size = 16", "[quantize]\ngroup_size = -16", r"\[quantize\]: group_size = -16 is no group"),
+        (
+            "steps = 4, learning_rate = 1e-3",
+            "steps = 4, learning_rate = 0",
+            r"\[distill\] \[optimizer\]: learning_rate = 0",
+        ),
+        ("steps = 4,", "steps = 4, betas = [0.9, 1],", r"\[optimizer\]: betas = \(0\.9, 1\.0\) are not in \[0, 1\)"),
+        ("steps = 4,", "steps = 4, weight_decay = -1,", "weight_decay = -1.0 is negative"),
+        ("steps = 4,", "steps = 4, final = 2,", "final = 2.0 is a share"),
+        (
+            "[distill]",
+            '[distill]\nscales = "learned"\nscale_learning_rate = -1',
+            r"\[distill\]: scale_learning_rate = -1\.0 learns nothing",
+        ),
+        ("lossless_prompts = 2", "lossless_prompts = 0", r"\[evaluate\]: .* lossless_prompts = 0: each is 1 or more"),
+        ("short = [8, 4]", "short = [8, 0]", r"\[bench\]: short = \(8, 0\): 1 or more"),
+    ],
+)
+def test_what_is_out_of_range_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = write_recipe(tmp_path)
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        load_recipe(str(file))
+
+
 def test_where_a_drafter_starts_is_asked_before_any_work(tmp_path: Path) -> None:
     file = write_recipe(tmp_path)
     file.write_text(file.read_text().replace('model = "model"', 'model = "model"\ndrafter = "model"'))

@@ -24,6 +24,14 @@ class EvaluateConfig:
     lossless_prompts: int = 24
     temperature: float = 0.8
 
+    def __post_init__(self) -> None:
+        if min(self.prompts, self.max_tokens, self.lossless_prompts) < 1:
+            raise ValueError(
+                f"prompts = {self.prompts}, max_tokens = {self.max_tokens}, "
+                f"lossless_prompts = {self.lossless_prompts}: each is 1 or more"
+            )
+        Sampling(temperature=self.temperature)  # has checks of its own
+
 
 def measure_acceptance(
     target: CausalLM,

@@ -26,6 +26,11 @@ class BenchConfig:
     chat_prompts: int = 16  # held-out prompts as they are
     chat_tokens: int = 128
 
+    def __post_init__(self) -> None:
+        sizes = vars(self).items()
+        if small := [name for name, size in sizes if min(size if isinstance(size, tuple) else (size,)) < 1]:
+            raise ValueError(f"{small[0]} = {getattr(self, small[0])}: 1 or more")
+
     def settings(self) -> dict[str, tuple[int, int]]:
         return {"short": self.short, "medium": self.medium, "long": self.long}
 

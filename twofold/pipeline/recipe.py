@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 import types
@@ -63,6 +64,10 @@ class Recipe:
     gates: GatesConfig = GatesConfig()
 
     def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or any(sign in self.name for sign in "/\\\0"):
+            raise ValueError(f"name = {json.dumps(self.name)} names a folder of a run; use a plain file name")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed = {self.seed} is not from 0 to {2**32 - 1}")
         if (self.drafter is None) == (self.draft is None):
             raise ValueError("give either `drafter`, a folder to start from, or [draft], the shape of a new one")
         if self.draft_pretrain.quantize is not None:

@@ -66,6 +66,8 @@ class DistillConfig:
                 f'divergence = "{self.divergence}" needs all of the teacher\'s probabilities; '
                 'set teacher to "online" or "stored"'
             )
+        if self.scale_learning_rate is not None and not self.scale_learning_rate > 0:
+            raise ValueError(f"scale_learning_rate = {self.scale_learning_rate} learns nothing; use a positive number")
         if self.scale_learning_rate is not None and self.scales == "frozen":
             raise ValueError('scale_learning_rate is for scales = "learned"; set that or leave it out')
         if not (self.head or self.layers):

@@ -72,6 +72,8 @@ class DraftConfig:
             raise ValueError(f"alpha = {self.alpha} is not in [0, 1]")
         if self.scales == "learned" and self.quantize is None:
             raise ValueError('scales = "learned" is for a quantized training; set quantize, or leave it out')
+        if self.scale_learning_rate is not None and not self.scale_learning_rate > 0:
+            raise ValueError(f"scale_learning_rate = {self.scale_learning_rate} learns nothing; use a positive number")
         if self.scale_learning_rate is not None and self.scales == "frozen":
             raise ValueError('scale_learning_rate is for scales = "learned"; set that or leave it out')
 

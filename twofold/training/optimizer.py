@@ -44,6 +44,14 @@ class OptimizerConfig:
                 f"checkpoint_every = {self.checkpoint_every}, validate_every = {self.validate_every}: every so many "
                 "steps; validate_every = 0 is at the end alone"
             )
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate = {self.learning_rate} learns nothing; use a positive number")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas} are not in [0, 1)")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"final = {self.final} is a share of the learning rate, in [0, 1]")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay = {self.weight_decay} is negative; 0 is none")
         if not self.clip > 0:
             raise ValueError(f"clip = {self.clip} leaves no gradient; use the largest norm, inf for none")
         if not 0 <= self.warmup <= 1:
