@@ -284,6 +284,19 @@ def test_a_folder_of_anothers_making_is_seen_before_anything_is_written(
     assert [path.relative_to(out).as_posix() for path in sorted(out.rglob("*"))] == ["judge", "judge/thesis.txt"]
 
 
+@pytest.mark.parametrize("name", ["recipe.json", "score.json"])
+def test_a_file_of_anothers_making_is_not_written_over(recipe: ToyRecipe, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("years of work")
+    with pytest.raises(ValueError, match=f"^{out / name} is of no run; move it away, or choose another folder"):
+        run(recipe, out)
+    assert [path.name for path in out.iterdir()] == [name]
+    (out / name).rename(tmp_path / name)
+    run(recipe, out)
+    assert set(run(recipe, out).values()) == {"skipped"}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -319,6 +332,19 @@ def test_same_size_damage_is_found_by_hash(recipe: ToyRecipe, tmp_path: Path) ->
     read_artifact(tmp_path / "out" / "walk")
     with pytest.raises(ValueError, match="sha256 differs"):
         read_artifact(tmp_path / "out" / "walk", hashes=True)
+
+
+def test_no_work_begins_with_a_damaged_input(recipe: ToyRecipe, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(recipe, out)
+    file = out / "seeds" / "part" / "numbers.json"
+    file.write_text(file.read_text().replace("[", "{"))
+    judged = (out / "score.json").read_text()
+    with pytest.raises(ValueError, match=f"^{file} is damaged .its sha256 differs.; delete the folder"):
+        run(replace(recipe, walk=replace(recipe.walk, factor=5)), out)
+    assert (out / "score.json").read_text() == judged
+    shutil.rmtree(out / "seeds")
+    assert run(recipe, out) == {"seeds": "finished", "walk": "skipped", "judge": "skipped"}
 
 
 def test_one_run_at_a_time(recipe: ToyRecipe, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from twofold.pipeline.checkpoint import Checkpoints
@@ -68,6 +69,7 @@ def config(steps: int = 20, every: int = 10, validate: int = 5) -> OptimizerConf
     [
         ("training.safetensors", b"half"),
         ("training.safetensors", None),
+        ("training.safetensors", save({"0.weight": torch.zeros(3)})),
         ("history.json", b"[{"),
         ("history.json", b"{}"),
         ("history.json", None),

@@ -29,6 +29,8 @@ from twofold.pipeline.digest import ContentDigests, Json, plain, stage_digest, w
 from twofold.pipeline.progress import Progress, duration
 from twofold.pipeline.stage import Stage, StageContext
 
+_LOCK, _RECIPE = ".lock", "recipe.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
@@ -59,12 +61,10 @@ def run_pipeline(
         raise ValueError(f"{out} is a file; name a folder with --out")
     for stage in stages:  # a stage refuses a recipe before any other begins
         stage.config(recipe)
-    for name in names:  # before anything is written: the folder may not be a run's
-        if (out / name).exists():
-            read_artifact(out / name)
+    _check_folder(out, stages)
     out.mkdir(parents=True, exist_ok=True)
     with _lock(out):
-        write_atomically(out / "recipe.json", json.dumps(plain(recipe, _absolute), indent=2) + "\n")
+        write_atomically(out / _RECIPE, json.dumps(plain(recipe, _absolute), indent=2) + "\n")
         contents = ContentDigests(out / ".contents.json")
         digests: dict[str, str] = {}
         results = []
@@ -104,6 +104,8 @@ def _run_stage(
             state = "finished"
             if how == "discarded":
                 _say(stream, stage.name, "the interrupted work was for another configuration: discarded")
+            for name in stage.parents:  # long work does not begin with a damaged input
+                read_artifact(out / name, hashes=True)
             manifest = _work(stage, config, recipe.seed, out, wanted, parents, how == "resumed", stream)
     for name in stage.publish:
         _copy(final / name, out / name)
@@ -204,10 +206,21 @@ def _stage_status(out: Path, stage: Stage[Any]) -> StageStatus:
     )
 
 
+def _check_folder(out: Path, stages: Sequence[Stage[Any]]) -> None:
+    """Before anything is written: the folder may not be a run's."""
+    for stage in stages:
+        if (out / stage.name).exists():
+            read_artifact(out / stage.name)
+    if not (out / _LOCK).exists() and not any((out / stage.name).exists() for stage in stages):
+        for name in (_RECIPE, *(name for stage in stages for name in stage.publish)):
+            if (out / name).exists():
+                raise ValueError(f"{out / name} is of no run; move it away, or choose another folder with --out")
+
+
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """One run a folder. The system frees the lock when its process ends, however it ends."""
-    with (out / ".lock").open("a+") as file:
+    with (out / _LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

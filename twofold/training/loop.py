@@ -128,9 +128,15 @@ def _store(
 def _restore(
     folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> tuple[History, dict[str, Tensor]]:
-    tensors = _read(folder / _STATE, load_file)
+    def tensors_of(path: Path) -> dict[str, Tensor]:
+        found = load_file(path)
+        if wrong := [n for n, p in parameters.items() if n not in found or found[n].shape != p.shape]:
+            raise ValueError(f"{wrong[0]} is not in it as it was trained")
+        return found
+
+    tensors = _read(folder / _STATE, tensors_of)
     history = _read(folder / _HISTORY, _history)
-    best = _read(folder / _BEST, load_file) if (folder / _BEST).exists() else {}
+    best = _read(folder / _BEST, tensors_of) if (folder / _BEST).exists() else {}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
