@@ -339,10 +339,12 @@ def test_no_work_begins_with_a_damaged_input(recipe: ToyRecipe, tmp_path: Path) 
     run(recipe, out)
     file = out / "seeds" / "part" / "numbers.json"
     file.write_text(file.read_text().replace("[", "{"))
-    judged = (out / "score.json").read_text()
+    other = partial_folder(out, "walk")  # work for another configuration, which is discarded when work begins
+    other.mkdir()
+    (other / ".digest").write_text("other")
     with pytest.raises(ValueError, match=f"^{file} is damaged .its sha256 differs.; delete the folder"):
         run(replace(recipe, walk=replace(recipe.walk, factor=5)), out)
-    assert (out / "score.json").read_text() == judged
+    assert (other / ".digest").read_text() == "other"
     shutil.rmtree(out / "seeds")
     assert run(recipe, out) == {"seeds": "finished", "walk": "skipped", "judge": "skipped"}
 

@@ -97,6 +97,8 @@ def _run_stage(
     state: Literal["finished", "skipped"] = "skipped"
     manifest = read_artifact(final) if final.exists() else None
     if manifest is None or manifest.digest != wanted:
+        for name in stage.parents:  # long work does not begin with a damaged input
+            read_artifact(out / name, hashes=True)
         how = open_partial(out, stage.name, wanted)
         if how == "whole":
             manifest = read_artifact(final)
@@ -104,8 +106,6 @@ def _run_stage(
             state = "finished"
             if how == "discarded":
                 _say(stream, stage.name, "the interrupted work was for another configuration: discarded")
-            for name in stage.parents:  # long work does not begin with a damaged input
-                read_artifact(out / name, hashes=True)
             manifest = _work(stage, config, recipe.seed, out, wanted, parents, how == "resumed", stream)
     for name in stage.publish:
         _copy(final / name, out / name)
@@ -208,13 +208,14 @@ def _stage_status(out: Path, stage: Stage[Any]) -> StageStatus:
 
 def _check_folder(out: Path, stages: Sequence[Stage[Any]]) -> None:
     """Before anything is written: the folder may not be a run's."""
-    for stage in stages:
-        if (out / stage.name).exists():
-            read_artifact(out / stage.name)
-    if not (out / _LOCK).exists() and not any((out / stage.name).exists() for stage in stages):
-        for name in (_RECIPE, *(name for stage in stages for name in stage.publish)):
-            if (out / name).exists():
-                raise ValueError(f"{out / name} is of no run; move it away, or choose another folder with --out")
+    made = [out / stage.name for stage in stages if (out / stage.name).exists()]
+    for folder in made:
+        read_artifact(folder)
+    if made or (out / _LOCK).exists():
+        return
+    for name in (_RECIPE, *(name for stage in stages for name in stage.publish)):
+        if (out / name).exists():
+            raise ValueError(f"{out / name} is of no run; move it away, or choose another folder with --out")
 
 
 @contextmanager
